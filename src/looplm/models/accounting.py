@@ -1,0 +1,38 @@
+"""What a looped model costs as a function of its loops: parameters, FLOPs and key/value bytes per token."""
+
+import torch
+
+from looplm.models.causal_lm import LoopLMForCausalLM
+from looplm.models.config import LoopLMConfig
+
+
+def count_parameters(config: LoopLMConfig) -> int:
+    """Distinct parameters of the model that `config` describes; nothing is allocated."""
+    with torch.device("meta"):
+        model = LoopLMForCausalLM(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def flops_per_token(config: LoopLMConfig, loops: int | None = None, context_length: int = 0) -> int:
+    """Forward FLOPs of one token (two per multiply-add) that attends to `context_length` tokens.
+
+    Matrix products only: projections, MLP, gate, head and, for a context, the attention scores and their sum.
+    """
+    loops = config.loops if loops is None else loops
+    attended = 4 * context_length * config.num_attention_heads * config.head_dim
+    layer = 2 * _layer_weights(config) + attended
+    gate = 2 * config.hidden_size if config.exit_gate else 0
+    passes = config.prelude_layers + config.coda_layers + loops * config.core_layers
+    return passes * layer + loops * gate + 2 * config.hidden_size * config.vocab_size
+
+
+def kv_bytes_per_token(config: LoopLMConfig, loops: int | None = None, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Key and value bytes that one token keeps when every loop has a slot of its own."""
+    loops = config.loops if loops is None else loops
+    slots = config.prelude_layers + config.coda_layers + loops * config.core_layers
+    return slots * 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
+
+
+def _layer_weights(config: LoopLMConfig) -> int:
+    attention = 2 * config.hidden_size * config.head_dim * (config.num_attention_heads + config.num_key_value_heads)
+    return attention + 3 * config.hidden_size * config.intermediate_size

@@ -1,0 +1,231 @@
+"""The looped backbone: five verbs (embed, init_state, step, readout, gate), composed by `unroll`."""
+
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.utils import can_return_tuple
+from transformers.utils.deprecation import deprecate_kwarg
+
+from looplm.models.block import Block
+from looplm.models.config import LoopLMConfig
+from looplm.models.context import LoopContext, build_context, check_cache
+from looplm.models.exits import exit_loops
+from looplm.models.norm import RMSNorm
+from looplm.models.outputs import LoopModelOutput, LoopOutput
+
+KeepLoops = Literal["last", "all"] | Iterable[int]
+
+
+class LoopLMPreTrainedModel(PreTrainedModel):
+    """What the backbone and the language model share: transformers' traits and strict loading."""
+
+    config_class = LoopLMConfig
+    config: LoopLMConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["Block"]
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
+        """As in transformers, but a tensor that is missing from the files is an error, never initialised anew."""
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+        )
+        head = {"lm_head.weight"} if cls.base_model_prefix and not hasattr(model, "lm_head") else set()
+        for problem, names in (
+            ("misses", info["missing_keys"]),
+            ("has an unexpected", set(info["unexpected_keys"]) - head),
+        ):
+            if names:
+                raise ValueError(f"{pretrained_model_name_or_path} {problem} tensor '{min(names)}' ({len(names)} in all)")
+        return (model, info) if output_loading_info else model
+
+
+class LoopLMModel(LoopLMPreTrainedModel):
+    """Prelude, a core applied `loops` times, coda: everything but the language-model head."""
+
+    def __init__(self, config: LoopLMConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        bounds = (0, config.prelude_layers, config.prelude_layers + config.core_layers)
+        sizes = (config.prelude_layers, config.core_layers, config.coda_layers)
+        self.prelude, self.core, self.coda = (
+            nn.ModuleList(Block(config, layer) for layer in range(start, start + size))
+            for start, size in zip(bounds, sizes, strict=True)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.exit_gate = nn.Linear(config.hidden_size, 1) if config.exit_gate else None
+        self.post_init()
+
+    # The verbs ------------------------------------------------------------------------------------------------
+
+    def embed(self, embeds: Tensor, context: LoopContext) -> Tensor:
+        """Token embeddings [B, S, D] through the prelude: the inputs of the loop."""
+        for block in self.prelude:
+            embeds = block(embeds, 0, context)
+        return embeds
+
+    def init_state(self, inputs: Tensor, given: Tensor | None = None) -> Tensor:
+        """The state before the first loop: `given`, or the inputs themselves (state_init='embedding')."""
+        if given is not None and given.shape != inputs.shape:
+            raise ValueError(f"init_state has shape {list(given.shape)}; expected {list(inputs.shape)}")
+        return inputs if given is None else given.to(inputs.dtype)
+
+    def step(self, state: Tensor, inputs: Tensor, loop: int, context: LoopContext) -> Tensor:
+        """One application of the core: the state after 1-based loop `loop`, which the next loop receives."""
+        for block in self.core:
+            state = block(state, loop, context)
+        return self.norm(state) if self.config.norm_in_loop else state
+
+    def readout(self, state: Tensor, context: LoopContext) -> Tensor:
+        """A state made ready for the head: normed, and through the coda where there is one."""
+        hidden = self._normed(state)
+        if not self.coda:
+            return hidden
+        for block in self.coda:
+            hidden = block(hidden, 0, context)
+        return self.norm(hidden)
+
+    def gate(self, state: Tensor) -> Tensor:
+        """Exit logit [B, S] of a state, in float32 whatever the model's dtype."""
+        if self.exit_gate is None:
+            raise ValueError("this model has no exit gate; set exit_gate=True in its config")
+        hidden = self._normed(state)
+        wide = hidden if hidden.dtype == torch.float64 else hidden.float()
+        weight, bias = self.exit_gate.weight.to(wide.dtype), self.exit_gate.bias.to(wide.dtype)
+        return F.linear(wide, weight, bias).squeeze(-1)
+
+    def unroll(
+        self, embeds: Tensor, context: LoopContext, loops: int, keep: set[int], init_state: Tensor | None = None
+    ) -> tuple[dict[int, Tensor], Tensor | None]:
+        """Run `loops` loops; the states of the loops in `keep` and the gate logits [B, S, loops] of every loop."""
+        inputs = self.embed(embeds, context)
+        state = self.init_state(inputs, init_state)
+        states, gates = {}, []
+        for loop in range(1, loops + 1):
+            state = self.step(state, inputs, loop, context)
+            if self.exit_gate is not None:
+                gates.append(self.gate(state))
+            if loop in keep:
+                states[loop] = state
+        return states, torch.stack(gates, dim=-1) if gates else None
+
+    # transformers' doorway -----------------------------------------------------------------------------------
+
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        loops: int | None = None,
+        keep_loops: KeepLoops = "last",
+        init_state: Tensor | None = None,
+    ) -> LoopModelOutput:
+        """Run the loop on `input_ids` [B, S] (or `inputs_embeds` [B, S, D]).
+
+        Args:
+            attention_mask: [B, past + S], 0 at padding on either side.
+            position_ids: [B, S]; ids that restart mark packed documents.
+            cache: keys and values of earlier tokens, bound to one loop count.
+            loops: how often the core runs; the config's count by default, and any count may be asked for.
+            keep_loops: whose states to keep: "last", "all" or a list of 1-based loops.
+            init_state: [B, S, D], the state before the first loop.
+        """
+        loops = check_loops(self.config.loops if loops is None else loops)
+        embeds = self._embeddings(input_ids, inputs_embeds)
+        cache = self._cache_for(cache, use_cache, loops)
+        _check_mask(attention_mask, embeds, cache)
+        context = build_context(self.config, embeds, attention_mask, position_ids, cache)
+        keep = loops_to_keep(keep_loops, loops)
+        states, gate_logits = self.unroll(embeds, context, loops, keep | {loops}, init_state)
+        hidden = self.readout(states[loops], context)
+        return LoopModelOutput(
+            last_hidden_state=hidden,
+            cache=cache,
+            gate_logits=gate_logits,
+            states={loop: state for loop, state in states.items() if loop in keep},
+            context=context,
+        )
+
+    def hidden_at(self, out: LoopModelOutput | LoopOutput, loop: int) -> Tensor:
+        """[B, S, D] of a kept 1-based loop of `out`, ready for the head."""
+        if loop not in out.states:
+            raise ValueError(f"loop {loop} was not kept; ask for it with keep_loops (kept: {sorted(out.states)})")
+        if self.coda and out.context.past_length:
+            raise ValueError("a coda cannot re-read an earlier loop of a cached call; run the whole text without cache")
+        return self.readout(out.states[loop], out.context.without_store())
+
+    def exit_loops(self, out: LoopModelOutput | LoopOutput, q: float) -> Tensor:
+        """The loop [B, S] at which each token leaves under the rule CDF >= q, 1-based; q >= 1 is the last loop."""
+        if out.gate_logits is None:
+            raise ValueError("this model has no exit gate, so no exit rule by q; set exit_gate=True in its config")
+        return exit_loops(out.gate_logits, q)
+
+    def hidden_at_exit(self, out: LoopModelOutput | LoopOutput, q: float) -> Tensor:
+        """[B, S, D]: each token's hidden at its own exit loop; `out` must keep all loops."""
+        chosen = self.exit_loops(out, q)
+        hidden = self.hidden_at(out, out.gate_logits.shape[-1])
+        for loop in range(1, out.gate_logits.shape[-1]):
+            hidden = torch.where((chosen == loop)[..., None], self.hidden_at(out, loop), hidden)
+        return hidden
+
+    # Parts of the doorway ------------------------------------------------------------------------------------
+
+    def _normed(self, state: Tensor) -> Tensor:
+        return state if self.config.norm_in_loop else self.norm(state)
+
+    def _embeddings(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if given.ndim < 2 or given.shape[1] == 0:
+            raise ValueError(f"the input has shape {list(given.shape)}; expected [batch, tokens] with at least one token")
+        return self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+
+    def _cache_for(self, cache: Cache | None, use_cache: bool | None, loops: int) -> Cache | None:
+        if cache is not None:
+            check_cache(cache, self.config, loops)
+            return cache
+        # A training step never reads its keys again, and loops x layers slots would be the larger waste.
+        wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
+        return DynamicCache(config=self.config.at_loops(loops)) if wanted else None
+
+
+def check_loops(loops: int) -> int:
+    """`loops` itself, if it is a count of at least one."""
+    if not isinstance(loops, int) or isinstance(loops, bool) or loops < 1:
+        raise ValueError(f"loops={loops!r} must be a whole number of at least 1")
+    return loops
+
+
+def loops_to_keep(keep_loops: KeepLoops, loops: int) -> set[int]:
+    """The set of 1-based loops that `keep_loops` names in a call of `loops` loops."""
+    if isinstance(keep_loops, str):
+        named = {"last": {loops}, "all": set(range(1, loops + 1))}
+        if keep_loops not in named:
+            raise ValueError(f"keep_loops={keep_loops!r} must be 'last', 'all' or a list of loops")
+        return named[keep_loops]
+    keep = set(keep_loops)
+    outside = sorted(loop for loop in keep if loop not in range(1, loops + 1))
+    if outside:
+        raise ValueError(f"keep_loops names loop {outside[0]}, but this call runs loops 1 to {loops}")
+    return keep
+
+
+def _check_mask(attention_mask: Tensor | None, embeds: Tensor, cache: Cache | None) -> None:
+    if attention_mask is None or attention_mask.ndim == 4:
+        return
+    expected = [embeds.shape[0], embeds.shape[1] + (int(cache.get_seq_length()) if cache is not None else 0)]
+    if list(attention_mask.shape) != expected:
+        raise ValueError(f"attention_mask has shape {list(attention_mask.shape)}; expected {expected}")

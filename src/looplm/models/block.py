@@ -1,0 +1,119 @@
+"""One transformer block with three norm slots around each branch."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from looplm.models.config import LoopLMConfig
+from looplm.models.context import LoopContext
+from looplm.models.norm import RMSNorm
+from looplm.models.rotary import rotate
+
+# norm_placement -> which of the slots (pre, branch, post) hold a norm.
+_SLOTS = {
+    "pre": (True, False, False),
+    "post": (False, False, True),
+    "sandwich_branch": (True, True, False),
+    "sandwich_dual": (True, False, True),
+}
+
+
+def math_attention(
+    module: "Attention", query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float,
+    dropout: float = 0.0, **_: object,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention by plain matrix products: every derivative exists, which fused kernels do not offer.
+
+    Shapes: query [B, H, S, head_dim], key and value [B, G, K, head_dim], additive mask [B, 1, S, K].
+    Returns the output [B, S, H, head_dim] and the weights [B, H, S, K].
+    """
+    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
+    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
+    scores = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    softmax_dtype = torch.promote_types(scores.dtype, torch.float32)
+    weights = F.dropout(scores.softmax(-1, dtype=softmax_dtype).to(query.dtype), dropout, module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention; `config._attn_implementation` picks sdpa, flex or the math form ('eager')."""
+
+    is_causal = True
+
+    def __init__(self, config: LoopLMConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = config.head_dim**-0.5
+        query_size = config.num_attention_heads * config.head_dim
+        key_value_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, key_value_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, key_value_size, bias=False)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, layer: int, loop: int, context: LoopContext) -> Tensor:
+        """x [B, S, D] -> [B, S, D]; keys and values pass through the context's store at (layer, loop)."""
+        query, key, value = (
+            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = rotate(query, *context.rotary), rotate(key, *context.rotary)
+        key, value = context.store.update(key, value, layer, loop)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, math_attention)
+        out, _ = attend(self, query, key, value, context.mask, dropout=0.0, scaling=self.scaling)
+        return self.o_proj(out.flatten(-2))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)), arXiv 2002.05202."""
+
+    def __init__(self, config: LoopLMConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ResidualNorms(nn.Module):
+    """The three norm slots of one sub-layer f: post(x + branch(f(pre(x)))); an absent norm is the identity."""
+
+    def __init__(self, config: LoopLMConfig) -> None:
+        super().__init__()
+        self.pre, self.branch, self.post = (
+            RMSNorm(config.hidden_size, config.norm_eps) if present else nn.Identity()
+            for present in _SLOTS[config.norm_placement]
+        )
+
+    def join(self, x: Tensor, y: Tensor) -> Tensor:
+        """Add the sub-layer's output y = f(pre(x)) to x."""
+        return self.post(x + self.branch(y))
+
+
+class Block(nn.Module):
+    """Attention then MLP, each between its norm slots:
+
+        x ── pre ── attention ── branch ─(+ x)─ post ── pre ── mlp ── branch ─(+)─ post ──►
+
+    pre: GPT, Llama · post: the original transformer · pre + branch: Ouro · pre + post: Huginn.
+    """
+
+    def __init__(self, config: LoopLMConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.attention = Attention(config)
+        self.attention_norms = ResidualNorms(config)
+        self.mlp = SwiGLU(config)
+        self.mlp_norms = ResidualNorms(config)
+
+    def forward(self, x: Tensor, loop: int, context: LoopContext) -> Tensor:
+        attended = self.attention(self.attention_norms.pre(x), self.layer, loop, context)
+        x = self.attention_norms.join(x, attended)
+        return self.mlp_norms.join(x, self.mlp(self.mlp_norms.pre(x)))

@@ -1,0 +1,91 @@
+"""The looped language model as a transformers model: backbone, head and generation."""
+
+import copy
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import Cache, GenerationMixin
+from transformers.modeling_utils import slice_logits_to_keep
+from transformers.utils import can_return_tuple
+from transformers.utils.deprecation import deprecate_kwarg
+
+from looplm.models.backbone import KeepLoops, LoopLMModel, LoopLMPreTrainedModel, check_loops
+from looplm.models.config import LoopLMConfig
+from looplm.models.outputs import LoopOutput
+
+
+class LoopLMForCausalLM(LoopLMPreTrainedModel, GenerationMixin):
+    """`LoopLMModel` with a language-model head that can read any loop."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: LoopLMConfig) -> None:
+        super().__init__(config)
+        self.model = LoopLMModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        loops: int | None = None,
+        keep_loops: KeepLoops = "last",
+        init_state: Tensor | None = None,
+    ) -> LoopOutput:
+        """Logits of the last loop; arguments as in `LoopLMModel.forward`.
+
+        `labels` [B, S] (-100 masked) gives the shifted next-token loss of the last loop and nothing else: loop
+        objectives live in `looplm.objectives`. `logits_to_keep` limits the logits to the last positions.
+        """
+        out = self.model(
+            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, loops, keep_loops, init_state
+        )
+        logits = self.lm_head(slice_logits_to_keep(out.last_hidden_state, logits_to_keep))
+        return LoopOutput(
+            loss=None if labels is None else _next_token_loss(logits, labels),
+            logits=logits,
+            cache=out.cache,
+            gate_logits=out.gate_logits,
+            states=out.states,
+            context=out.context,
+        )
+
+    def hidden_at(self, out: LoopOutput, loop: int) -> Tensor:
+        """[B, S, D] of a kept 1-based loop, ready for `lm_head`."""
+        return self.model.hidden_at(out, loop)
+
+    def logits_at(self, out: LoopOutput, loop: int) -> Tensor:
+        """[B, S, V] of a kept 1-based loop."""
+        return self.lm_head(self.hidden_at(out, loop))
+
+    def exit_loops(self, out: LoopOutput, q: float) -> Tensor:
+        """The 1-based loop [B, S] at which each token leaves: the first whose exit CDF reaches q."""
+        return self.model.exit_loops(out, q)
+
+    def logits_at_exit(self, out: LoopOutput, q: float) -> Tensor:
+        """[B, S, V], each token read at its own exit loop; `out` must keep all loops."""
+        return self.lm_head(self.model.hidden_at_exit(out, q))
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs) -> None:
+        """Size the cache by the call's `loops`, which transformers knows only through the config."""
+        loops = model_kwargs.get("loops")
+        sized = copy.copy(self)  # a view: other threads may be generating at other depths on this very model
+        if loops is not None:
+            sized.config = self.config.at_loops(check_loops(loops))
+        super(LoopLMForCausalLM, sized)._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+
+
+def _next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy over unmasked targets; 0 where all are masked."""
+    targets = labels[:, 1:].flatten()
+    nll = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=-100, reduction="sum")
+    return nll / (targets != -100).sum().clamp(min=1)

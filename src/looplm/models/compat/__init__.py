@@ -1,0 +1,1 @@
+"""Two-way tables between our checkpoints and other families' released layouts."""

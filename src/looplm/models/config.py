@@ -1,0 +1,118 @@
+"""The configuration of a looped language model: which parts it is built from and how often its core runs."""
+
+import dataclasses
+import difflib
+import typing
+from typing import Literal
+
+from transformers import PreTrainedConfig
+
+# Keys that transformers itself hands to a config, beyond its declared fields.
+_TRANSFORMERS_KEYS = frozenset(
+    "model_type name_or_path _name_or_path _commit_hash torch_dtype num_labels attn_implementation"
+    " experts_implementation output_attentions quantization_config auto_map per_layer_config".split()
+)
+
+
+class LoopLMConfig(PreTrainedConfig):
+    """Shape and parts of a looped model: prelude, a core block applied `loops` times, coda.
+
+    The defaults are Ouro-1.4B's (arXiv 2510.25741). `norm_placement` fills the three norm slots of
+    `models/block.py`; `norm_in_loop` applies the final norm after every loop, so that the normed state is what
+    the next loop receives. `num_key_value_heads` and `head_dim` default to plain multi-head attention.
+
+    Raises:
+        ValueError: for an unknown key, an unsupported value or sizes that do not fit together.
+    """
+
+    model_type = "looplm"
+    keys_to_ignore_at_inference: typing.ClassVar[list[str]] = ["cache", "gate_logits", "states", "context"]
+
+    vocab_size: int = 49152
+    hidden_size: int = 2048
+    intermediate_size: int = 5632
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    prelude_layers: int = 0
+    core_layers: int = 24
+    coda_layers: int = 0
+    loops: int = 4
+    norm: Literal["rms"] = "rms"
+    norm_placement: Literal["pre", "post", "sandwich_branch", "sandwich_dual"] = "sandwich_branch"
+    norm_in_loop: bool = True
+    norm_eps: float = 1e-6
+    injection: Literal["none"] = "none"
+    state_init: Literal["embedding"] = "embedding"
+    exit_gate: bool = True
+    rope: Literal["split_half"] = "split_half"
+    rope_theta: float = 1e6
+    max_position_embeddings: int = 65536
+    mlp: Literal["swiglu"] = "swiglu"
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+    bos_token_id: int | None = 0
+    eos_token_id: int | list[int] | None = 0
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: object) -> None:
+        self._refuse_unknown(kwargs)
+        for name, hint in LoopLMConfig.__annotations__.items():
+            _check_type(name, getattr(self, name), hint)
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // max(1, self.num_attention_heads)
+        self.validate_architecture()
+        super().__post_init__(**kwargs)
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """KV slots at `loops` loops: prelude + coda + loops x core. Every transformers cache is sized by it."""
+        return self.prelude_layers + self.coda_layers + self.loops * self.core_layers
+
+    def at_loops(self, loops: int) -> "LoopLMConfig":
+        """A copy of this config that runs `loops` loops."""
+        values = self.to_dict() | {"loops": loops}
+        copy = type(self)(**values)
+        copy._attn_implementation = self._attn_implementation
+        return copy
+
+    def validate_architecture(self) -> None:
+        """Refuse sizes that no model can be built from, by name."""
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+                     "head_dim", "core_layers", "loops", "max_position_embeddings"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("prelude_layers", "coda_layers"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} must be a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even for rope='{self.rope}'")
+
+    def _refuse_unknown(self, kwargs: dict[str, object]) -> None:
+        unknown = sorted(set(kwargs) - _TRANSFORMERS_KEYS)
+        if not unknown:
+            return
+        close = difflib.get_close_matches(unknown[0], [field.name for field in dataclasses.fields(self)], n=1)
+        hint = f"; did you mean '{close[0]}'?" if close else ""
+        raise ValueError(f"unknown config key '{unknown[0]}'{hint}")
+
+
+def _check_type(name: str, value: object, hint: object) -> None:
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        if value not in choices:
+            raise ValueError(f"{name}={value!r} is not supported; choose one of {', '.join(map(repr, choices))}")
+        return
+    accepted = typing.get_args(hint) or (hint,)
+    exact = type(value) in accepted or (type(value) is int and float in accepted)
+    if typing.get_origin(hint) is not typing.ClassVar and not exact and not isinstance(value, list):
+        names = " or ".join(getattr(kind, "__name__", str(kind)) for kind in accepted)
+        raise ValueError(f"{name}={value!r} must be of type {names}")

@@ -1,0 +1,120 @@
+"""What one call of the model carries besides states: rotary tables, attention mask and the key/value store."""
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.masking_utils import create_causal_mask
+
+from looplm.models.config import LoopLMConfig
+from looplm.models.rotary import rotary_tables
+
+
+class KVStore(Protocol):
+    """Where keys and values [B, G, S, head_dim] go, and where all of them come back from [B, G, K, head_dim]."""
+
+    def update(self, key: Tensor, value: Tensor, layer: int, loop: int) -> tuple[Tensor, Tensor]: ...
+
+
+class NoStore:
+    """Keeps nothing: attention sees the keys and values of this call only."""
+
+    def update(self, key: Tensor, value: Tensor, layer: int, loop: int) -> tuple[Tensor, Tensor]:
+        return key, value
+
+
+class CacheStore:
+    """A transformers cache with one slot per prelude and coda layer and per (core layer, loop).
+
+    Slots are ordered prelude, coda, then core loop by loop, so that more loops only append.
+    """
+
+    def __init__(self, cache: Cache, config: LoopLMConfig) -> None:
+        self.cache = cache
+        self.config = config
+
+    def slot(self, layer: int, loop: int) -> int:
+        """The slot of physical layer `layer` (prelude, core, coda in order) at 1-based `loop`."""
+        prelude, core, coda = self.config.prelude_layers, self.config.core_layers, self.config.coda_layers
+        if layer < prelude:
+            return layer
+        if layer >= prelude + core:
+            return layer - core
+        return prelude + coda + (loop - 1) * core + (layer - prelude)
+
+    def update(self, key: Tensor, value: Tensor, layer: int, loop: int) -> tuple[Tensor, Tensor]:
+        return self.cache.update(key, value, self.slot(layer, loop))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopContext:
+    """Built once a call and shared by every layer and loop: positions advance per token, never per loop.
+
+    `rotary` is (cos, sin), each [B, 1, S, head_dim]; `mask` is what the attention implementation takes, or None
+    for plain causal attention; `past_length` counts the tokens that the store held before this call.
+    """
+
+    rotary: tuple[Tensor, Tensor]
+    mask: Tensor | None
+    store: KVStore
+    past_length: int
+
+    def without_store(self) -> "LoopContext":
+        """The same call without keys and values of its past."""
+        return replace(self, store=NoStore())
+
+
+def build_context(
+    config: LoopLMConfig, embeds: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None,
+    cache: Cache | None,
+) -> LoopContext:  # fmt: skip
+    """The context of a call on `embeds` [B, S, D].
+
+    `attention_mask` is 2-D [B, past + S] with 0 at padding on either side (or a prepared 4-D mask). Positions
+    default to counting real tokens. Position ids that restart mark packed documents, which do not see each other.
+    """
+    past_length = int(cache.get_seq_length()) if cache is not None else 0
+    packed = position_ids is not None and cache is None
+    if position_ids is None:
+        position_ids = _count_positions(embeds, attention_mask, past_length)
+    position_ids = position_ids.expand(embeds.shape[0], -1)
+    mask_positions, mask = position_ids, attention_mask
+    if packed and attention_mask is not None and attention_mask.ndim == 2:
+        # transformers looks for packed documents only without a mask, so padding becomes documents of its own.
+        mask_positions, mask = _isolate_padding(position_ids, attention_mask), None
+    return LoopContext(
+        rotary=rotary_tables(position_ids, config.head_dim, config.rope_theta, embeds.dtype),
+        mask=create_causal_mask(
+            config=config, inputs_embeds=embeds, attention_mask=mask, cache=cache, position_ids=mask_positions
+        ),
+        store=CacheStore(cache, config) if cache is not None else NoStore(),
+        past_length=past_length,
+    )
+
+
+def check_cache(cache: Cache, config: LoopLMConfig, loops: int) -> None:
+    """Refuse a cache whose slots belong to another loop count; an empty growing cache fits any."""
+    held, needed = len(cache), config.prelude_layers + config.coda_layers + loops * config.core_layers
+    if held in (0, needed):
+        return
+    bound, rest = divmod(held - config.prelude_layers - config.coda_layers, config.core_layers)
+    belongs = f"loops={bound}" if rest == 0 and bound > 0 else "another model"
+    raise ValueError(
+        f"the cache has {held} slots ({belongs}) but loops={loops} needs {needed}; "
+        "start a new cache or call with the cache's own loops"
+    )
+
+
+def _count_positions(embeds: Tensor, attention_mask: Tensor | None, past_length: int) -> Tensor:
+    length = embeds.shape[1]
+    if attention_mask is not None and attention_mask.ndim == 2:
+        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
+    return torch.arange(past_length, past_length + length, device=embeds.device)[None]
+
+
+def _isolate_padding(position_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Positions under which each padding token is a document of its own (no neighbour is one step away)."""
+    isolated = -2 * torch.arange(1, position_ids.shape[1] + 1, device=position_ids.device) - 2
+    return torch.where(attention_mask.bool(), position_ids, isolated.expand_as(position_ids))

@@ -1,0 +1,54 @@
+"""The exit distribution over loops and the quantile exit rule, in float32 log space (Ouro, arXiv 2510.25741, section 3).
+
+lambda_t = sigmoid(gate_t); S_t = prod_{s<=t} (1 - lambda_s); p_t = lambda_t S_{t-1} for t < T and p_T = S_{T-1}.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def log_survival(gate_logits: Tensor) -> Tensor:
+    """log S_t [..., T] of gate logits [..., T]: the log-probability of not having left by loop t."""
+    return F.logsigmoid(-_at_least_float32(gate_logits)).cumsum(-1)
+
+
+def exit_log_pdf(gate_logits: Tensor) -> Tensor:
+    """log p_t [..., T]; finite for any finite logits, and p sums to 1 over the loops."""
+    survival = log_survival(gate_logits)[..., :-1]
+    before = F.pad(survival, (1, 0))
+    leave = F.logsigmoid(_at_least_float32(gate_logits)[..., :-1])
+    return torch.cat([before[..., :-1] + leave, before[..., -1:]], dim=-1)
+
+
+def exit_pdf(gate_logits: Tensor) -> Tensor:
+    """p_t [..., T], float32."""
+    return exit_log_pdf(gate_logits).exp()
+
+
+def exit_cdf(gate_logits: Tensor) -> Tensor:
+    """CDF_t = 1 - S_t [..., T] for t < T, and exactly 1 at the last loop."""
+    cdf = -torch.expm1(log_survival(gate_logits))
+    return torch.cat([cdf[..., :-1], torch.ones_like(cdf[..., :1])], dim=-1)
+
+
+def exit_loops(gate_logits: Tensor, q: float) -> Tensor:
+    """The first loop whose CDF reaches q, 1-based [...]; the last loop if none does.
+
+    q >= 1 always means all loops, even where the gate saturates; q = 0 leaves at loop 1.
+    """
+    if math.isnan(q) or q < 0:
+        raise ValueError(f"exit threshold q={q} must be between 0 (first loop) and 1 (all loops)")
+    num_loops = gate_logits.shape[-1]
+    if q >= 1:
+        return torch.full(gate_logits.shape[:-1], num_loops, device=gate_logits.device)
+    # 1 - S_t >= q is compared as log S_t <= log(1 - q): near q = 1 the CDF itself rounds to 1.
+    reached = log_survival(gate_logits) <= math.log1p(-q)
+    reached[..., -1] = True
+    return reached.int().argmax(-1) + 1
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

@@ -1,0 +1,49 @@
+"""What a forward returns."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers import Cache
+from transformers.utils import ModelOutput
+
+from looplm.models.context import LoopContext
+from looplm.models.exits import exit_pdf
+
+
+class _ExitDistribution:
+    gate_logits: Tensor | None
+
+    @property
+    def exit_pdf(self) -> Tensor | None:
+        """Probability of leaving after each loop [B, S, loops], float32; None where the model has no gate."""
+        return None if self.gate_logits is None else exit_pdf(self.gate_logits)
+
+
+@dataclass
+class LoopModelOutput(_ExitDistribution, ModelOutput):
+    """Output of the backbone.
+
+    last_hidden_state: [B, S, D] of the last loop, ready for the head · cache: keys and values, if asked for
+    gate_logits: [B, S, loops] float32, or None · states: {loop: [B, S, D]}, what the next loop receives
+    context: the call's context, from which `hidden_at` reads out a kept loop
+    """
+
+    last_hidden_state: Tensor | None = None
+    cache: Cache | None = None
+    gate_logits: Tensor | None = None
+    states: dict[int, Tensor] | None = None
+    context: LoopContext | None = None
+
+
+@dataclass
+class LoopOutput(_ExitDistribution, ModelOutput):
+    """Output of the language model: logits [B, S, V] of the last loop, the plain loss if labels were given, and the
+    backbone's fields (see `LoopModelOutput`).
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    cache: Cache | None = None
+    gate_logits: Tensor | None = None
+    states: dict[int, Tensor] | None = None
+    context: LoopContext | None = None

@@ -1,0 +1,54 @@
+"""Stage II: the exit gate alone learns whether a loop pays, the language model frozen (Ouro, section 3.4)."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from looplm.models import LoopLMForCausalLM, LoopModelOutput
+from looplm.objectives.linear_ce import IGNORED
+from looplm.objectives.targets import Batch, Metrics, loop_losses, next_token_targets, num_targets
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateRegression:
+    """Binary cross-entropy of "go on" (1 - lambda_t) towards w = sigmoid(k (gain - gamma)).
+
+    gain^(t) = max(0, CE^(t-1) - CE^(t)), the improvement that loop t brought, for t = 2..T. The label says which gate
+    learns it; the sum over gates is divided by T as the paper writes it (arXiv 2510.25741, k = 50, gamma = 0.005).
+
+    label:
+        "paper"      gate t learns the gain of the loop just done, t = 2..T; the gate of loop 1 gets no gradient.
+        "lookahead"  gate t learns the gain of the next loop, t = 1..T-1, which is what leaving or staying decides;
+                     the gate of loop T, which no exit rule reads, gets no gradient.
+    """
+
+    k: float = 50.0
+    gamma: float = 0.005
+    label: Literal["paper", "lookahead"] = "paper"
+
+    def __post_init__(self) -> None:
+        if self.label not in ("paper", "lookahead"):
+            raise ValueError(f"label={self.label!r} is not known; choose 'paper' or 'lookahead'")
+
+    def trains(self, parameter_name: str) -> bool:
+        """Only the gate learns."""
+        return parameter_name.startswith("model.exit_gate.")
+
+    def __call__(self, model: LoopLMForCausalLM, trace: LoopModelOutput, batch: Batch) -> tuple[Tensor, Metrics]:
+        """The loss and its parts; `trace` must keep all loops and `batch["labels"]` is [B, S], -100 masked."""
+        targets = next_token_targets(batch["labels"])
+        mask = (targets != IGNORED) / num_targets(batch, targets)
+        gain = (-loop_losses(model, trace, targets).diff(dim=0)).clamp(min=0)  # [loops - 1, B*S], of loops 2..T
+        go_on = torch.sigmoid(self.k * (gain - self.gamma))
+        num_loops = len(gain) + 1
+        first = 2 if self.label == "paper" else 1
+        logits = torch.stack(
+            [model.model.gate(trace.states[loop].detach()).flatten() for loop in range(first, first + num_loops - 1)]
+        ) if num_loops > 1 else go_on  # fmt: skip
+        per_gate = F.binary_cross_entropy_with_logits(-logits, go_on, reduction="none")
+        loss = (per_gate * mask).sum() / num_loops
+        metrics = {"gate_loss": loss.detach(), "go_on_label": (go_on * mask).sum() / max(num_loops - 1, 1)}
+        return loss, metrics
