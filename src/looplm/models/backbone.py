@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import initialization as init
 from transformers.utils import can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
 
@@ -30,6 +31,11 @@ class LoopLMPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, nn.Embedding) and self.config.embedding_initializer_range is not None:
+            init.normal_(module.weight, mean=0.0, std=self.config.embedding_initializer_range)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):

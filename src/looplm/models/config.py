@@ -20,6 +20,8 @@ class LoopLMConfig(PreTrainedConfig):
     The defaults are Ouro-1.4B's (arXiv 2510.25741). `norm_placement` fills the three norm slots of
     `models/block.py`; `norm_in_loop` applies the final norm after every loop, so that the normed state is what
     the next loop receives. `num_key_value_heads` and `head_dim` default to plain multi-head attention.
+    A new model's matrices are drawn with std `initializer_range`, its embeddings with `embedding_initializer_range`
+    where that is given.
 
     Raises:
         ValueError: for an unknown key, an unsupported value or sizes that do not fit together.
@@ -50,6 +52,7 @@ class LoopLMConfig(PreTrainedConfig):
     max_position_embeddings: int = 65536
     mlp: Literal["swiglu"] = "swiglu"
     initializer_range: float = 0.02
+    embedding_initializer_range: float | None = None
     tie_word_embeddings: bool = False
     use_cache: bool = True
     bos_token_id: int | None = 0

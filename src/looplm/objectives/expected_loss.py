@@ -1,14 +1,15 @@
 """Stage I: the expected loss under the exit distribution, less beta times its entropy (Ouro, section 3.3)."""
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from looplm.models import LoopLMForCausalLM, LoopModelOutput
 from looplm.models.exits import exit_log_pdf
-from looplm.objectives.linear_ce import IGNORED, linear_cross_entropy
-from looplm.objectives.targets import Batch, Metrics, hidden_rows, next_token_targets, num_targets
+from looplm.objectives.linear_ce import linear_cross_entropy
+from looplm.objectives.targets import Batch, Metrics, hidden_rows, next_token_targets, target_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,9 @@ class ExpectedLoss:
     collapses onto the last loop. Ouro takes beta = 0.1 at first, 0.05 later.
     """
 
+    __pydantic_config__: ClassVar = {"extra": "forbid"}  # recipes refuse unknown keys
+
+    kind: Literal["expected_loss"] = "expected_loss"
     beta: float = 0.05
 
     def trains(self, parameter_name: str) -> bool:
@@ -27,16 +31,17 @@ class ExpectedLoss:
 
     def __call__(self, model: LoopLMForCausalLM, trace: LoopModelOutput, batch: Batch) -> tuple[Tensor, Metrics]:
         """The loss and its parts; `trace` must keep all loops and `batch["labels"]` is [B, S], -100 masked."""
+        if trace.gate_logits is None:
+            raise ValueError("the expected loss weighs loops by an exit gate; set exit_gate=True in the model's config")
         targets = next_token_targets(batch["labels"])
-        denominator = num_targets(batch, targets)
         log_pdf = exit_log_pdf(trace.gate_logits).flatten(0, -2).T  # [loops, B*S]
         pdf = log_pdf.exp()
-        mask = (targets != IGNORED) / denominator
-        expected, nll = linear_cross_entropy(hidden_rows(model, trace), model.lm_head.weight, targets, pdf * mask)
-        entropy = -(pdf * log_pdf * mask).sum()
+        weights = target_weights(batch, targets, pdf.dtype)
+        expected, nll = linear_cross_entropy(hidden_rows(model, trace), model.lm_head.weight, targets, pdf * weights)
+        entropy = -(pdf * log_pdf * weights).sum()
         metrics = {"expected_loss": expected, "exit_entropy": entropy}
         with torch.no_grad():
             loops = torch.arange(1, len(pdf) + 1, device=pdf.device)
-            metrics["mean_exit_loop"] = (loops[:, None] * pdf * mask).sum()
-            metrics |= {f"loss_loop{loop}": row for loop, row in enumerate((nll * mask).sum(-1), start=1)}
+            metrics["mean_exit_loop"] = (loops[:, None] * pdf * weights).sum()
+            metrics |= {f"loss_loop{loop}": row for loop, row in enumerate((nll * weights).sum(-1), start=1)}
         return expected - self.beta * entropy, {name: value.detach() for name, value in metrics.items()}

@@ -1,15 +1,14 @@
 """Stage II: the exit gate alone learns whether a loop pays, the language model frozen (Ouro, section 3.4)."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from looplm.models import LoopLMForCausalLM, LoopModelOutput
-from looplm.objectives.linear_ce import IGNORED
-from looplm.objectives.targets import Batch, Metrics, loop_losses, next_token_targets, num_targets
+from looplm.objectives.targets import Batch, Metrics, loop_losses, next_token_targets, target_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +24,9 @@ class GateRegression:
                      the gate of loop T, which no exit rule reads, gets no gradient.
     """
 
+    __pydantic_config__: ClassVar = {"extra": "forbid"}  # recipes refuse unknown keys
+
+    kind: Literal["gate_regression"] = "gate_regression"
     k: float = 50.0
     gamma: float = 0.005
     label: Literal["paper", "lookahead"] = "paper"
@@ -40,15 +42,17 @@ class GateRegression:
     def __call__(self, model: LoopLMForCausalLM, trace: LoopModelOutput, batch: Batch) -> tuple[Tensor, Metrics]:
         """The loss and its parts; `trace` must keep all loops and `batch["labels"]` is [B, S], -100 masked."""
         targets = next_token_targets(batch["labels"])
-        mask = (targets != IGNORED) / num_targets(batch, targets)
-        gain = (-loop_losses(model, trace, targets).diff(dim=0)).clamp(min=0)  # [loops - 1, B*S], of loops 2..T
+        losses = loop_losses(model, trace, targets)
+        if len(losses) < 2:
+            raise ValueError("gate regression compares loops: train it with loops of at least 2")
+        weights = target_weights(batch, targets, losses.dtype)
+        gain = (-losses.diff(dim=0)).clamp(min=0)  # [loops - 1, B*S], of loops 2..T
         go_on = torch.sigmoid(self.k * (gain - self.gamma))
-        num_loops = len(gain) + 1
+        num_loops = len(losses)
         first = 2 if self.label == "paper" else 1
-        logits = torch.stack(
-            [model.model.gate(trace.states[loop].detach()).flatten() for loop in range(first, first + num_loops - 1)]
-        ) if num_loops > 1 else go_on  # fmt: skip
-        per_gate = F.binary_cross_entropy_with_logits(-logits, go_on, reduction="none")
-        loss = (per_gate * mask).sum() / num_loops
-        metrics = {"gate_loss": loss.detach(), "go_on_label": (go_on * mask).sum() / max(num_loops - 1, 1)}
+        gates = range(first, first + num_loops - 1)
+        logits = [model.model.gate(trace.states[loop].detach()).flatten() for loop in gates]
+        per_gate = [F.binary_cross_entropy_with_logits(-g, w, reduction="none") for g, w in zip(logits, go_on, strict=True)]
+        loss = sum((row * weights).sum() for row in per_gate) / num_loops
+        metrics = {"gate_loss": loss.detach(), "go_on_label": (go_on * weights).sum() / max(num_loops - 1, 1)}
         return loss, metrics

@@ -21,16 +21,21 @@ def next_token_targets(labels: Tensor) -> Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
 
 
-def num_targets(batch: Batch, targets: Tensor) -> Tensor:
-    """The denominator of a mean over targets: the batch's own count, or `batch["num_targets"]`, which a micro-batch
-    sets to the count of its whole step. Never below 1, so that a batch without targets has loss 0.
+def target_weights(batch: Batch, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    """Row weights [B*S] of the sum over targets, 0 where masked.
+
+    1 / count makes it the batch's mean, and 0 where a batch has no targets at all. `batch["weights"]` [B, S], aligned
+    with the labels, replaces that: a mixture weighs its sources by it, and the micro-batches of one step share a count.
     """
-    return batch.get("num_targets", (targets != IGNORED).sum()).clamp(min=1)
+    valid = (targets != IGNORED).to(dtype)
+    if "weights" not in batch:
+        return valid / valid.sum().clamp(min=1)
+    return valid * F.pad(batch["weights"][:, 1:], (0, 1)).flatten()
 
 
 def hidden_rows(model: LoopLMForCausalLM, trace: LoopModelOutput) -> list[Tensor]:
     """The head-ready hidden [B*S, D] of every loop of a trace that kept all of them."""
-    return [model.hidden_at(trace, loop).flatten(0, 1) for loop in range(1, trace.gate_logits.shape[-1] + 1)]
+    return [model.hidden_at(trace, loop).flatten(0, 1) for loop in sorted(trace.states)]
 
 
 @torch.no_grad()

@@ -1,0 +1,1 @@
+"""Measuring and drawing what a looped model does."""

@@ -1,0 +1,45 @@
+"""Accuracy against mean loops: the curve that an exit threshold traces, beside the points of fixed depth."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from looplm.models.exits import exit_loops
+
+THRESHOLDS = (*(round(0.02 * i, 2) for i in range(1, 50)), 0.99, 0.995, 0.999, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DepthPoint:
+    """Accuracy at a mean number of loops; `q` is the threshold, or None for a fixed depth."""
+
+    mean_loops: float
+    accuracy: float
+    q: float | None = None
+
+
+def fixed_depth_points(correct: Tensor, weights: Tensor) -> list[DepthPoint]:
+    """The accuracy of every fixed depth: `correct` [N, T] says which loops answer right, `weights` [N] sum to 1."""
+    accuracies = weights @ correct.double()
+    return [DepthPoint(mean_loops=loop, accuracy=accuracy) for loop, accuracy in enumerate(accuracies.tolist(), 1)]
+
+
+def exit_curve(
+    gate_logits: Tensor, correct: Tensor, weights: Tensor, thresholds: Sequence[float] = THRESHOLDS
+) -> list[DepthPoint]:
+    """The points that leaving by CDF >= q reaches; gate logits [N, T] at the token that gives the answer."""
+    points = []
+    for q in thresholds:
+        chosen = exit_loops(gate_logits, q)
+        right = correct.gather(-1, chosen[:, None] - 1).squeeze(-1)
+        mean_loops, accuracy = (float(weights @ values.double()) for values in (chosen, right))
+        points.append(DepthPoint(mean_loops=mean_loops, accuracy=accuracy, q=q))
+    return points
+
+
+def worst_gap(curve: Sequence[DepthPoint], fixed: Sequence[DepthPoint]) -> float:
+    """The lowest height of the curve over the straight lines between fixed-depth points (negative: below them)."""
+    depths, accuracies = [p.mean_loops for p in fixed], [p.accuracy for p in fixed]
+    return min(point.accuracy - float(np.interp(point.mean_loops, depths, accuracies)) for point in curve)

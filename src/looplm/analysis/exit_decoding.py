@@ -1,0 +1,41 @@
+"""Decoding that shows the loop each token was read at: all loops run, and the exit rule picks a stored state."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from looplm.models import LoopLMForCausalLM
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitToken:
+    """A generated token and the 1-based loop that its exit rule picked."""
+
+    token: int
+    loop: int
+
+
+@torch.no_grad()
+def decode_with_exits(
+    model: LoopLMForCausalLM, input_ids: Tensor, q: float, max_new_tokens: int, temperature: float = 0.0,
+    loops: int | None = None, generator: torch.Generator | None = None,
+) -> list[ExitToken]:  # fmt: skip
+    """Continue one prompt [1, S]; each token comes from the logits of the first loop whose exit CDF reaches `q`.
+
+    Greedy at temperature 0, else sampled. Stops at the end-of-text token, which is included.
+    """
+    made: list[ExitToken] = []
+    cache, new = None, input_ids
+    while len(made) < max_new_tokens:
+        out = model(new, cache=cache, use_cache=True, loops=loops, keep_loops="all", logits_to_keep=1)
+        cache = out.cache
+        logits = model.logits_at_exit(out, q)[:, -1].float()
+        if temperature > 0:
+            new = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        else:
+            new = logits.argmax(-1, keepdim=True)
+        made.append(ExitToken(token=int(new), loop=int(model.exit_loops(out, q)[0, -1])))
+        if made[-1].token == model.config.eos_token_id:
+            break
+    return made

@@ -1,0 +1,65 @@
+"""Plots of depth, drawn to be read on a phone: one message a figure, large type, colour-blind-safe colours."""
+
+from collections.abc import Mapping, Sequence
+from io import StringIO
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from looplm.analysis.exit_curve import DepthPoint
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+_SIZE = (5.0, 3.6)
+
+
+def lines_by_loop(
+    lines: Mapping[str, Sequence[float]], trained_loops: int, ylabel: str, percent: bool = False
+) -> Figure:
+    """One line a name over loops 1, 2, …; the dashed line marks the trained depth."""
+    figure, axes = _figure("loops", ylabel)
+    for colour, (name, values) in zip(COLOURS, lines.items(), strict=False):
+        heights = [100 * value for value in values] if percent else values
+        axes.plot(range(1, len(values) + 1), heights, "o-", color=colour, label=name)
+    axes.axvline(trained_loops, color="0.5", linestyle="--", linewidth=1)
+    axes.annotate(
+        "trained depth", (trained_loops, 0.02), (4, 0), xycoords=("data", "axes fraction"),
+        textcoords="offset points", color="0.35", fontsize=9,
+    )  # fmt: skip
+    if percent:
+        axes.set_ylim(-3, 103)
+    if len(lines) > 1:
+        axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def exit_curves(curves: Mapping[str, Sequence[DepthPoint]], fixed: Sequence[DepthPoint]) -> Figure:
+    """Accuracy against mean loops: a line for each gate, squares joined by a dotted line for the fixed depths."""
+    figure, axes = _figure("mean loops per answer", "accuracy (%)")
+    axes.plot(
+        [p.mean_loops for p in fixed], [100 * p.accuracy for p in fixed], "s:", color="0.35", label="fixed depth",
+        markersize=7, zorder=3,
+    )  # fmt: skip
+    for colour, (name, points) in zip(COLOURS, curves.items(), strict=False):
+        ordered = sorted(points, key=lambda point: point.mean_loops)
+        heights = [100 * p.accuracy for p in ordered]
+        axes.plot([p.mean_loops for p in ordered], heights, ".-", color=colour, label=name)
+    axes.legend(frameon=False, fontsize=9, loc="lower right")
+    return figure
+
+
+def as_svg(figure: Figure) -> str:
+    """The figure as an SVG element that scales to its container."""
+    buffer = StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    svg = buffer.getvalue()
+    return svg[svg.index("<svg") :]
+
+
+def _figure(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=_SIZE, layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.grid(color="0.9")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes

@@ -1,0 +1,42 @@
+"""`looplm generate`: a prompt continued by transformers' generate, or token by token with exits."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoTokenizer
+
+from looplm.analysis.exit_decoding import decode_with_exits
+from looplm.cli.paths import open_checkpoint
+from looplm.models import load
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continuation:
+    """What was made; `loops_per_token` is None where every token ran all loops."""
+
+    text: str
+    tokens: list[int]
+    loops_per_token: list[int] | None
+
+
+def continue_prompt(
+    checkpoint: str, prompt: str, loops: int | None, exit_threshold: float | None, max_tokens: int,
+    temperature: float, seed: int,
+) -> Continuation:  # fmt: skip
+    """Continue `prompt` at a fixed depth, or read each token at its own exit loop."""
+    folder = open_checkpoint(checkpoint)
+    model = load(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"].long()
+    if ids.shape[1] == 0:
+        raise ValueError("the prompt is empty; give at least one token")
+    if exit_threshold is not None:
+        generator = torch.Generator().manual_seed(seed)
+        made = decode_with_exits(model, ids, exit_threshold, max_tokens, temperature, loops, generator)
+        tokens, depths = [token.token for token in made], [token.loop for token in made]
+    else:
+        torch.manual_seed(seed)
+        sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        whole = model.generate(ids, max_new_tokens=max_tokens, loops=loops, **sampling)
+        tokens, depths = whole[0, ids.shape[1] :].tolist(), None
+    return Continuation(text=tokenizer.decode(tokens), tokens=tokens, loops_per_token=depths)

@@ -1,0 +1,1 @@
+"""The demo, the benchmarks and the papers' experiments, each a command with recorded results."""

@@ -1,0 +1,6 @@
+"""Tasks with verifiable answers: `example(seed)` makes a question, `grade(example, text)` marks an answer."""
+
+from looplm.tasks.compose import Compose
+from looplm.tasks.example import Example
+
+__all__ = ["Compose", "Example"]

@@ -1,0 +1,70 @@
+"""The compose task: its world, its split and its marking."""
+
+from collections import Counter
+
+import pytest
+
+from looplm.tasks import Compose
+
+
+def follow(task, prompt):
+    """Answer a prompt from the one-hop facts alone."""
+    facts = {}
+    for entity in range(task.entities):
+        for relation in range(task.relations):
+            question = task.question(entity, (relation,))
+            facts[question.prompt.removesuffix("<ask>")] = question.answer
+    words = [word + ">" for word in prompt.removesuffix("<ask>").split(">")[:-1]]
+    here = words[0]
+    for relation in words[1:]:
+        here = facts[here + relation]
+    return here
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_answers_follow_from_the_facts_and_grade_one(split):
+    task = Compose(split=split)
+    for seed in range(200):
+        example = task.example(seed)
+        assert follow(task, example.prompt) == example.answer
+        assert task.grade(example, example.answer) == 1.0
+        assert task.grade(example, f" {example.answer}<r1> and more") == 1.0
+        wrong = next(word for word in task.words() if word.startswith("<e") and word != example.answer)
+        assert task.grade(example, wrong + example.answer) == 0.0
+        assert task.grade(example, "nothing") == 0.0
+        assert example.difficulty == example.prompt.count("<r")
+
+
+def test_every_relation_is_a_permutation():
+    task = Compose(entities=7, relations=4)
+    for relation in range(4):
+        assert len({task.question(entity, (relation,)).answer for entity in range(7)}) == 7
+
+
+def test_examples_are_a_pure_function_of_the_seed():
+    assert Compose().example(5) == Compose().example(5)
+    assert len({Compose().example(seed).prompt for seed in range(300)}) > 150
+    assert Compose(world_seed=1).question(0, (0, 1, 2)) != Compose().question(0, (0, 1, 2))
+
+
+def test_the_splits_never_meet_and_hops_are_even():
+    train = [Compose().example(seed) for seed in range(4000)]
+    test = [Compose(split="test").example(seed) for seed in range(500)]
+    assert not {e.prompt for e in train} & {e.prompt for e in test}
+    assert {e.difficulty for e in test} == {3, 4}
+    counts = Counter(e.difficulty for e in train)
+    assert all(800 < counts[hops] < 1200 for hops in (1, 2, 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"entities": 0}, "entities of at least 1"),
+        ({"held_out": 1.0}, r"held_out in \[0, 1\)"),
+        ({"split": "test", "held_out": 0.0}, "no test questions"),
+        ({"split": "test", "max_hops": 2}, "no test questions"),
+    ],
+)
+def test_worlds_that_make_no_sense_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Compose(**changes)
