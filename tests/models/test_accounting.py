@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from conftest import tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 
+from conftest import tiny_config
 from looplm import LoopLMForCausalLM
 from looplm.models.accounting import count_parameters, flops_per_token, kv_bytes_per_token
 from looplm.models.presets import PRESETS, ouro_1_4b, ouro_2_6b

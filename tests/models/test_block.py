@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from conftest import random_ids, tiny_config, tiny_model
 from torch.nn import functional as F
 
+from conftest import random_ids, tiny_config, tiny_model
 from looplm.models.block import Block
 from looplm.models.context import build_context
 

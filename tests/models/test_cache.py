@@ -4,9 +4,9 @@ import threading
 
 import pytest
 import torch
-from conftest import random_ids, tiny_model
 from transformers import DynamicCache
 
+from conftest import random_ids, tiny_model
 from looplm.models import block
 from looplm.models.context import CacheStore
 

@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 import torch
-from conftest import random_ids, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import looplm
+from conftest import random_ids, tiny_model
 
 WEIGHTS = "model.safetensors"
 
@@ -55,7 +55,9 @@ def test_ouro_round_trip_is_byte_equal(folder, tmp_path, max_shard_size, dtype):
     assert torch.equal(again(ids).logits, looplm.load(folder)(ids).logits)
 
 
-@pytest.mark.parametrize("name", ["model.early_exit_gate.weight", "lm_head.weight", "model.layers.1.mlp.up_proj.weight"])
+@pytest.mark.parametrize(
+    "name", ["model.early_exit_gate.weight", "lm_head.weight", "model.layers.1.mlp.up_proj.weight"]
+)
 def test_a_missing_tensor_is_named(folder, name):
     change_tensors(folder, lambda tensors: tensors.pop(name))
     with pytest.raises(ValueError, match=f"misses tensor '{name}'"):
@@ -148,7 +150,9 @@ def test_from_pretrained_is_strict_too(tmp_path):
     for load in (AutoModelForCausalLM.from_pretrained, looplm.load):
         with pytest.raises(ValueError, match=r"misses tensor 'model.exit_gate.bias'"):
             load(tmp_path)
-    change_tensors(tmp_path, lambda tensors: tensors.update({"model.exit_gate.bias": torch.zeros(1), "x": torch.ones(1)}))
+    change_tensors(
+        tmp_path, lambda tensors: tensors.update({"model.exit_gate.bias": torch.zeros(1), "x": torch.ones(1)})
+    )
     for load in (AutoModelForCausalLM.from_pretrained, looplm.load):
         with pytest.raises(ValueError, match="unexpected tensor 'x'"):
             load(tmp_path)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from conftest import random_ids, tiny_model
 
 ATTENTION = ["sdpa", "eager"]

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from conftest import GOLDEN
 from transformers import AutoModelForCausalLM
 
 import looplm
+from conftest import GOLDEN
 
 TOLERANCE = 2e-4
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}

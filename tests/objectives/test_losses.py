@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from conftest import random_ids, tiny_model
 
+from conftest import random_ids, tiny_model
 from looplm.objectives import ExpectedLoss, GateRegression
 
 

@@ -13,11 +13,17 @@ THRESHOLDS = (*(round(0.02 * i, 2) for i in range(1, 50)), 0.99, 0.995, 0.999, 1
 
 @dataclass(frozen=True, kw_only=True)
 class DepthPoint:
-    """Accuracy at a mean number of loops; `q` is the threshold, or None for a fixed depth."""
+    """Accuracy at a mean number of loops."""
 
     mean_loops: float
     accuracy: float
-    q: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitPoint(DepthPoint):
+    """What leaving at threshold `q` reaches."""
+
+    q: float
 
 
 def fixed_depth_points(correct: Tensor, weights: Tensor) -> list[DepthPoint]:
@@ -28,15 +34,27 @@ def fixed_depth_points(correct: Tensor, weights: Tensor) -> list[DepthPoint]:
 
 def exit_curve(
     gate_logits: Tensor, correct: Tensor, weights: Tensor, thresholds: Sequence[float] = THRESHOLDS
-) -> list[DepthPoint]:
+) -> list[ExitPoint]:
     """The points that leaving by CDF >= q reaches; gate logits [N, T] at the token that gives the answer."""
     points = []
     for q in thresholds:
         chosen = exit_loops(gate_logits, q)
         right = correct.gather(-1, chosen[:, None] - 1).squeeze(-1)
         mean_loops, accuracy = (float(weights @ values.double()) for values in (chosen, right))
-        points.append(DepthPoint(mean_loops=mean_loops, accuracy=accuracy, q=q))
+        points.append(ExitPoint(mean_loops=mean_loops, accuracy=accuracy, q=q))
     return points
+
+
+def height_over_fixed(curve: Sequence[DepthPoint], fixed: Sequence[DepthPoint]) -> float:
+    """How far the curve lies over the fixed-depth point that it comes closest to falling under.
+
+    Read at each fixed depth as the best accuracy that the curve reaches with no more loops than that.
+    """
+    heights = [
+        max((p.accuracy for p in curve if p.mean_loops <= point.mean_loops + 1e-9), default=0.0) - point.accuracy
+        for point in fixed
+    ]
+    return min(heights)
 
 
 def worst_gap(curve: Sequence[DepthPoint], fixed: Sequence[DepthPoint]) -> float:

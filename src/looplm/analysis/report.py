@@ -43,7 +43,9 @@ class Report:
 
     def figures(self, svgs_and_captions: Sequence[tuple[str, str]]) -> None:
         """Figures side by side where there is room."""
-        items = (f"<figure>{svg}<figcaption>{html.escape(text)}</figcaption></figure>" for svg, text in svgs_and_captions)
+        items = (
+            f"<figure>{svg}<figcaption>{html.escape(text)}</figcaption></figure>" for svg, text in svgs_and_captions
+        )
         self.parts.append(f'<div class="figures">{"".join(items)}</div>')
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

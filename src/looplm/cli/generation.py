@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoTokenizer
 
 from looplm.analysis.exit_decoding import decode_with_exits
 from looplm.cli.paths import open_checkpoint
+from looplm.data.tokenizer import load_tokenizer
 from looplm.models import load
 
 
@@ -26,7 +26,7 @@ def continue_prompt(
     """Continue `prompt` at a fixed depth, or read each token at its own exit loop."""
     folder = open_checkpoint(checkpoint)
     model = load(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"].long()
     if ids.shape[1] == 0:
         raise ValueError("the prompt is empty; give at least one token")
@@ -39,4 +39,4 @@ def continue_prompt(
         sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         whole = model.generate(ids, max_new_tokens=max_tokens, loops=loops, **sampling)
         tokens, depths = whole[0, ids.shape[1] :].tolist(), None
-    return Continuation(text=tokenizer.decode(tokens), tokens=tokens, loops_per_token=depths)
+    return Continuation(text=str(tokenizer.decode(tokens)), tokens=tokens, loops_per_token=depths)

@@ -7,10 +7,23 @@ from looplm.models.accounting import count_parameters, flops_per_token, kv_bytes
 from looplm.models.checkpoint import read_layout
 from looplm.models.presets import PRESETS
 
-_SHOWN = (
-    "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim prelude_layers"
-    " core_layers coda_layers loops norm_placement norm_in_loop exit_gate rope_theta tie_word_embeddings"
-).split()
+_SHOWN = [
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "prelude_layers",
+    "core_layers",
+    "coda_layers",
+    "loops",
+    "norm_placement",
+    "norm_in_loop",
+    "exit_gate",
+    "rope_theta",
+    "tie_word_embeddings",
+]
 
 
 def describe(checkpoint: str, loops: str) -> dict[str, Any]:

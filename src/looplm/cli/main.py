@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -60,7 +60,8 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
     loops: Annotated[int | None, typer.Option(help="Loops per token; the model's own by default.")] = None,
     exit_threshold: Annotated[
-        float | None, typer.Option("--exit", help="Read each token at the first loop whose exit CDF reaches this.")
+        float | None,
+        typer.Option("--exit", min=0.0, max=1.0, help="Read each token at the first loop whose exit CDF reaches this."),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to make at most.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
@@ -105,7 +106,7 @@ def info(
 def export(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint, a run folder or a hub id.")],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
-    layout: Annotated[str, typer.Option(help="looplm or ouro.")] = "ouro",
+    layout: Annotated[Literal["looplm", "ouro"], typer.Option(help="Whose layout to write.")] = "ouro",
 ) -> None:
     """Write a checkpoint in another layout, tensors unchanged."""
     from looplm.cli.export import export_checkpoint
@@ -134,7 +135,9 @@ def bench_head_loss(
         typer.echo(json.dumps({"problem": problem, "rows": rows, "ratio": ratio}))
         return
     console = Console()
-    console.print(f"N = {tokens}, D = {width}, V = {vocab}, T = {loops}, float32, forward and backward", highlight=False)
+    console.print(
+        f"N = {tokens}, D = {width}, V = {vocab}, T = {loops}, float32, forward and backward", highlight=False
+    )
     _print_rows(console, [row | {"seconds": f"{row['seconds']:.3f}"} for row in rows])
     console.print(f"chunked / plain: {ratio['time']:.2f} x time, {ratio['memory']:.2f} x memory", highlight=False)
 

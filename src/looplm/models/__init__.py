@@ -6,9 +6,9 @@ from looplm.models.backbone import LoopLMModel
 from looplm.models.causal_lm import LoopLMForCausalLM
 from looplm.models.checkpoint import load, save
 from looplm.models.config import LoopLMConfig
-from looplm.models.outputs import LoopModelOutput, LoopOutput
+from looplm.models.outputs import LoopModelOutput, LoopOutput, Trace
 
-__all__ = ["LoopLMConfig", "LoopLMForCausalLM", "LoopLMModel", "LoopModelOutput", "LoopOutput", "load", "save"]
+__all__ = ["LoopLMConfig", "LoopLMForCausalLM", "LoopLMModel", "LoopModelOutput", "LoopOutput", "Trace", "load", "save"]
 
 
 def _register() -> None:

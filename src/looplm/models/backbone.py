@@ -1,7 +1,7 @@
 """The looped backbone: five verbs (embed, init_state, step, readout, gate), composed by `unroll`."""
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from looplm.models.config import LoopLMConfig
 from looplm.models.context import LoopContext, build_context, check_cache
 from looplm.models.exits import exit_loops
 from looplm.models.norm import RMSNorm
-from looplm.models.outputs import LoopModelOutput, LoopOutput
+from looplm.models.outputs import LoopModelOutput, Trace
 
 KeepLoops = Literal["last", "all"] | Iterable[int]
 
@@ -27,7 +27,7 @@ class LoopLMPreTrainedModel(PreTrainedModel):
     config_class = LoopLMConfig
     config: LoopLMConfig
     base_model_prefix = "model"
-    _no_split_modules = ["Block"]
+    _no_split_modules = ["Block"]  # noqa: RUF012
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
@@ -40,16 +40,17 @@ class LoopLMPreTrainedModel(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
         """As in transformers, but a tensor that is missing from the files is an error, never initialised anew."""
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-        )
-        head = {"lm_head.weight"} if cls.base_model_prefix and not hasattr(model, "lm_head") else set()
+        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        model, info = loaded
+        head = {"lm_head.weight"} if not hasattr(model, "lm_head") else set()
         for problem, names in (
             ("misses", info["missing_keys"]),
             ("has an unexpected", set(info["unexpected_keys"]) - head),
         ):
             if names:
-                raise ValueError(f"{pretrained_model_name_or_path} {problem} tensor '{min(names)}' ({len(names)} in all)")
+                raise ValueError(
+                    f"{pretrained_model_name_or_path} {problem} tensor '{min(names)}' ({len(names)} in all)"
+                )
         return (model, info) if output_loading_info else model
 
 
@@ -164,7 +165,7 @@ class LoopLMModel(LoopLMPreTrainedModel):
             context=context,
         )
 
-    def hidden_at(self, out: LoopModelOutput | LoopOutput, loop: int) -> Tensor:
+    def hidden_at(self, out: Trace, loop: int) -> Tensor:
         """[B, S, D] of a kept 1-based loop of `out`, ready for the head."""
         if loop not in out.states:
             raise ValueError(f"loop {loop} was not kept; ask for it with keep_loops (kept: {sorted(out.states)})")
@@ -172,17 +173,18 @@ class LoopLMModel(LoopLMPreTrainedModel):
             raise ValueError("a coda cannot re-read an earlier loop of a cached call; run the whole text without cache")
         return self.readout(out.states[loop], out.context.without_store())
 
-    def exit_loops(self, out: LoopModelOutput | LoopOutput, q: float) -> Tensor:
+    def exit_loops(self, out: Trace, q: float) -> Tensor:
         """The loop [B, S] at which each token leaves under the rule CDF >= q, 1-based; q >= 1 is the last loop."""
         if out.gate_logits is None:
             raise ValueError("this model has no exit gate, so no exit rule by q; set exit_gate=True in its config")
         return exit_loops(out.gate_logits, q)
 
-    def hidden_at_exit(self, out: LoopModelOutput | LoopOutput, q: float) -> Tensor:
+    def hidden_at_exit(self, out: Trace, q: float) -> Tensor:
         """[B, S, D]: each token's hidden at its own exit loop; `out` must keep all loops."""
         chosen = self.exit_loops(out, q)
-        hidden = self.hidden_at(out, out.gate_logits.shape[-1])
-        for loop in range(1, out.gate_logits.shape[-1]):
+        last = max(out.states)
+        hidden = self.hidden_at(out, last)
+        for loop in range(1, last):
             hidden = torch.where((chosen == loop)[..., None], self.hidden_at(out, loop), hidden)
         return hidden
 
@@ -194,9 +196,10 @@ class LoopLMModel(LoopLMPreTrainedModel):
     def _embeddings(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
-        given = input_ids if inputs_embeds is None else inputs_embeds
+        given = input_ids if input_ids is not None else inputs_embeds
+        assert given is not None
         if given.ndim < 2 or given.shape[1] == 0:
-            raise ValueError(f"the input has shape {list(given.shape)}; expected [batch, tokens] with at least one token")
+            raise ValueError(f"the input has shape {list(given.shape)}; expected [batch, tokens], at least one token")
         return self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
 
     def _cache_for(self, cache: Cache | None, use_cache: bool | None, loops: int) -> Cache | None:

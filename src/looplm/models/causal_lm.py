@@ -1,23 +1,25 @@
 """The looped language model as a transformers model: backbone, head and generation."""
 
 import copy
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Cache, GenerationMixin
+from transformers import Cache, GenerationConfig, GenerationMixin
+from transformers.generation import GenerationMode
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
 
 from looplm.models.backbone import KeepLoops, LoopLMModel, LoopLMPreTrainedModel, check_loops
 from looplm.models.config import LoopLMConfig
-from looplm.models.outputs import LoopOutput
+from looplm.models.outputs import LoopOutput, Trace
 
 
 class LoopLMForCausalLM(LoopLMPreTrainedModel, GenerationMixin):
     """`LoopLMModel` with a language-model head that can read any loop."""
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: LoopLMConfig) -> None:
         super().__init__(config)
@@ -59,29 +61,37 @@ class LoopLMForCausalLM(LoopLMPreTrainedModel, GenerationMixin):
             context=out.context,
         )
 
-    def hidden_at(self, out: LoopOutput, loop: int) -> Tensor:
+    def hidden_at(self, out: Trace, loop: int) -> Tensor:
         """[B, S, D] of a kept 1-based loop, ready for `lm_head`."""
         return self.model.hidden_at(out, loop)
 
-    def logits_at(self, out: LoopOutput, loop: int) -> Tensor:
+    def logits_at(self, out: Trace, loop: int) -> Tensor:
         """[B, S, V] of a kept 1-based loop."""
         return self.lm_head(self.hidden_at(out, loop))
 
-    def exit_loops(self, out: LoopOutput, q: float) -> Tensor:
+    def exit_loops(self, out: Trace, q: float) -> Tensor:
         """The 1-based loop [B, S] at which each token leaves: the first whose exit CDF reaches q."""
         return self.model.exit_loops(out, q)
 
-    def logits_at_exit(self, out: LoopOutput, q: float) -> Tensor:
+    def logits_at_exit(self, out: Trace, q: float) -> Tensor:
         """[B, S, V], each token read at its own exit loop; `out` must keep all loops."""
         return self.lm_head(self.model.hidden_at_exit(out, q))
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs) -> None:
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> bool:
         """Size the cache by the call's `loops`, which transformers knows only through the config."""
-        loops = model_kwargs.get("loops")
         sized = copy.copy(self)  # a view: other threads may be generating at other depths on this very model
-        if loops is not None:
-            sized.config = self.config.at_loops(check_loops(loops))
-        super(LoopLMForCausalLM, sized)._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        if model_kwargs.get("loops") is not None:
+            sized.config = self.config.at_loops(check_loops(model_kwargs["loops"]))
+        return super(LoopLMForCausalLM, sized)._prepare_cache_for_generation(  # ty: ignore[invalid-argument-type]
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
 
 
 def _next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:

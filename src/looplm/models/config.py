@@ -9,9 +9,22 @@ from transformers import PreTrainedConfig
 
 # Keys that transformers itself hands to a config, beyond its declared fields.
 _TRANSFORMERS_KEYS = frozenset(
-    "model_type name_or_path _name_or_path _commit_hash torch_dtype num_labels attn_implementation"
-    " experts_implementation output_attentions quantization_config auto_map per_layer_config".split()
+    [
+        "model_type",
+        "name_or_path",
+        "_name_or_path",
+        "_commit_hash",
+        "torch_dtype",
+        "num_labels",
+        "attn_implementation",
+        "experts_implementation",
+        "output_attentions",
+        "quantization_config",
+        "auto_map",
+        "per_layer_config",
+    ]
 )
+_DERIVED = ("num_key_value_heads", "head_dim")  # filled in where None
 
 
 class LoopLMConfig(PreTrainedConfig):
@@ -34,8 +47,8 @@ class LoopLMConfig(PreTrainedConfig):
     hidden_size: int = 2048
     intermediate_size: int = 5632
     num_attention_heads: int = 16
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    num_key_value_heads: int = None  # ty: ignore[invalid-assignment]  (filled in below, as head_dim)
+    head_dim: int = None  # ty: ignore[invalid-assignment]
     prelude_layers: int = 0
     core_layers: int = 24
     coda_layers: int = 0
@@ -62,7 +75,8 @@ class LoopLMConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: object) -> None:
         self._refuse_unknown(kwargs)
         for name, hint in LoopLMConfig.__annotations__.items():
-            _check_type(name, getattr(self, name), hint)
+            if name not in _DERIVED or getattr(self, name) is not None:
+                _check_type(name, getattr(self, name), hint)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -77,15 +91,24 @@ class LoopLMConfig(PreTrainedConfig):
 
     def at_loops(self, loops: int) -> "LoopLMConfig":
         """A copy of this config that runs `loops` loops."""
-        values = self.to_dict() | {"loops": loops}
+        values: dict[str, typing.Any] = self.to_dict() | {"loops": loops}
         copy = type(self)(**values)
         copy._attn_implementation = self._attn_implementation
         return copy
 
     def validate_architecture(self) -> None:
         """Refuse sizes that no model can be built from, by name."""
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-                     "head_dim", "core_layers", "loops", "max_position_embeddings"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "core_layers",
+            "loops",
+            "max_position_embeddings",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("prelude_layers", "coda_layers"):

@@ -15,13 +15,15 @@ from looplm.models.rotary import rotary_tables
 class KVStore(Protocol):
     """Where keys and values [B, G, S, head_dim] go, and where all of them come back from [B, G, K, head_dim]."""
 
-    def update(self, key: Tensor, value: Tensor, layer: int, loop: int) -> tuple[Tensor, Tensor]: ...
+    def update(self, key: Tensor, value: Tensor, layer: int, loop: int) -> tuple[Tensor, Tensor]:  # noqa: D102
+        ...
 
 
 class NoStore:
     """Keeps nothing: attention sees the keys and values of this call only."""
 
     def update(self, key: Tensor, value: Tensor, layer: int, loop: int) -> tuple[Tensor, Tensor]:
+        """The same keys and values."""
         return key, value
 
 
@@ -45,6 +47,7 @@ class CacheStore:
         return prelude + coda + (loop - 1) * core + (layer - prelude)
 
     def update(self, key: Tensor, value: Tensor, layer: int, loop: int) -> tuple[Tensor, Tensor]:
+        """Append to the slot of (layer, loop) and read all of it."""
         return self.cache.update(key, value, self.slot(layer, loop))
 
 

@@ -1,4 +1,4 @@
-"""The exit distribution over loops and the quantile exit rule, in float32 log space (Ouro, arXiv 2510.25741, section 3).
+"""The exit distribution over loops and the quantile exit rule, in float32 log space (Ouro, arXiv 2510.25741).
 
 lambda_t = sigmoid(gate_t); S_t = prod_{s<=t} (1 - lambda_s); p_t = lambda_t S_{t-1} for t < T and p_T = S_{T-1}.
 """

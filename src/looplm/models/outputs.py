@@ -28,11 +28,12 @@ class LoopModelOutput(_ExitDistribution, ModelOutput):
     context: the call's context, from which `hidden_at` reads out a kept loop
     """
 
-    last_hidden_state: Tensor | None = None
+    # Always set by the model; transformers wants a default for every field.
+    last_hidden_state: Tensor = None  # ty: ignore[invalid-assignment]
     cache: Cache | None = None
     gate_logits: Tensor | None = None
-    states: dict[int, Tensor] | None = None
-    context: LoopContext | None = None
+    states: dict[int, Tensor] = None  # ty: ignore[invalid-assignment]
+    context: LoopContext = None  # ty: ignore[invalid-assignment]
 
 
 @dataclass
@@ -42,8 +43,11 @@ class LoopOutput(_ExitDistribution, ModelOutput):
     """
 
     loss: Tensor | None = None
-    logits: Tensor | None = None
+    logits: Tensor = None  # ty: ignore[invalid-assignment]
     cache: Cache | None = None
     gate_logits: Tensor | None = None
-    states: dict[int, Tensor] | None = None
-    context: LoopContext | None = None
+    states: dict[int, Tensor] = None  # ty: ignore[invalid-assignment]
+    context: LoopContext = None  # ty: ignore[invalid-assignment]
+
+
+Trace = LoopModelOutput | LoopOutput

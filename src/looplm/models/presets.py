@@ -1,6 +1,7 @@
 """Configurations of published looped models, by name."""
 
 from collections.abc import Callable
+from typing import Any
 
 from looplm.models.config import LoopLMConfig
 
@@ -15,7 +16,8 @@ def ouro_1_4b() -> LoopLMConfig:
 
 def ouro_2_6b() -> LoopLMConfig:
     """Ouro-2.6B: the 24-layer checkpoint with its layers duplicated to 48, 2,667,974,657 parameters."""
-    return LoopLMConfig(**(ouro_1_4b().to_dict() | {"core_layers": 48}))
+    values: dict[str, Any] = ouro_1_4b().to_dict() | {"core_layers": 48}
+    return LoopLMConfig(**values)
 
 
 PRESETS: dict[str, Callable[[], LoopLMConfig]] = {"ouro_1_4b": ouro_1_4b, "ouro_2_6b": ouro_2_6b}

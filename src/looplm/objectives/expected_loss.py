@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from looplm.models import LoopLMForCausalLM, LoopModelOutput
+from looplm.models import LoopLMForCausalLM, Trace
 from looplm.models.exits import exit_log_pdf
 from looplm.objectives.linear_ce import linear_cross_entropy
 from looplm.objectives.targets import Batch, Metrics, hidden_rows, next_token_targets, target_weights
@@ -29,7 +29,7 @@ class ExpectedLoss:
         """Every parameter learns."""
         return True
 
-    def __call__(self, model: LoopLMForCausalLM, trace: LoopModelOutput, batch: Batch) -> tuple[Tensor, Metrics]:
+    def __call__(self, model: LoopLMForCausalLM, trace: Trace, batch: Batch) -> tuple[Tensor, Metrics]:
         """The loss and its parts; `trace` must keep all loops and `batch["labels"]` is [B, S], -100 masked."""
         if trace.gate_logits is None:
             raise ValueError("the expected loss weighs loops by an exit gate; set exit_gate=True in the model's config")

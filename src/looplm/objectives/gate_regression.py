@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from looplm.models import LoopLMForCausalLM, LoopModelOutput
+from looplm.models import LoopLMForCausalLM, Trace
 from looplm.objectives.targets import Batch, Metrics, loop_losses, next_token_targets, target_weights
 
 
@@ -39,7 +39,7 @@ class GateRegression:
         """Only the gate learns."""
         return parameter_name.startswith("model.exit_gate.")
 
-    def __call__(self, model: LoopLMForCausalLM, trace: LoopModelOutput, batch: Batch) -> tuple[Tensor, Metrics]:
+    def __call__(self, model: LoopLMForCausalLM, trace: Trace, batch: Batch) -> tuple[Tensor, Metrics]:
         """The loss and its parts; `trace` must keep all loops and `batch["labels"]` is [B, S], -100 masked."""
         targets = next_token_targets(batch["labels"])
         losses = loop_losses(model, trace, targets)
@@ -52,7 +52,9 @@ class GateRegression:
         first = 2 if self.label == "paper" else 1
         gates = range(first, first + num_loops - 1)
         logits = [model.model.gate(trace.states[loop].detach()).flatten() for loop in gates]
-        per_gate = [F.binary_cross_entropy_with_logits(-g, w, reduction="none") for g, w in zip(logits, go_on, strict=True)]
-        loss = sum((row * weights).sum() for row in per_gate) / num_loops
+        per_gate = [
+            F.binary_cross_entropy_with_logits(-g, w, reduction="none") for g, w in zip(logits, go_on, strict=True)
+        ]
+        loss = (torch.stack(per_gate) * weights).sum() / num_loops
         metrics = {"gate_loss": loss.detach(), "go_on_label": (go_on * weights).sum() / max(num_loops - 1, 1)}
         return loss, metrics

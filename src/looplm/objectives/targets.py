@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from looplm.models import LoopLMForCausalLM, LoopModelOutput
+from looplm.models import LoopLMForCausalLM, Trace
 from looplm.objectives.linear_ce import IGNORED, linear_cross_entropy
 
 Batch = Mapping[str, Tensor]
@@ -33,13 +33,13 @@ def target_weights(batch: Batch, targets: Tensor, dtype: torch.dtype) -> Tensor:
     return valid * F.pad(batch["weights"][:, 1:], (0, 1)).flatten()
 
 
-def hidden_rows(model: LoopLMForCausalLM, trace: LoopModelOutput) -> list[Tensor]:
+def hidden_rows(model: LoopLMForCausalLM, trace: Trace) -> list[Tensor]:
     """The head-ready hidden [B*S, D] of every loop of a trace that kept all of them."""
     return [model.hidden_at(trace, loop).flatten(0, 1) for loop in sorted(trace.states)]
 
 
 @torch.no_grad()
-def loop_losses(model: LoopLMForCausalLM, trace: LoopModelOutput, targets: Tensor) -> Tensor:
+def loop_losses(model: LoopLMForCausalLM, trace: Trace, targets: Tensor) -> Tensor:
     """The cross-entropy [loops, B*S] of every loop and token, 0 where the target is masked; no gradient."""
     rows = hidden_rows(model, trace)
     weights = torch.zeros(len(rows), len(targets), device=targets.device)

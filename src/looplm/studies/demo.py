@@ -8,17 +8,25 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from looplm.analysis.exit_curve import DepthPoint, exit_curve, fixed_depth_points, worst_gap
+from looplm.analysis.exit_curve import (
+    DepthPoint,
+    ExitPoint,
+    exit_curve,
+    fixed_depth_points,
+    height_over_fixed,
+    worst_gap,
+)
 from looplm.analysis.exit_decoding import decode_with_exits
+from looplm.data.tokenizer import load_tokenizer
 from looplm.models import LoopLMForCausalLM, load
 from looplm.studies.demo_report import write_report
 from looplm.studies.depth_probe import held_out_questions, probe_questions
 from looplm.tasks import Compose
 from looplm.training import Recipe, load_recipe, train
 from looplm.training.evaluate import held_out_losses
-from looplm.training.mixture import Mixture, test_split
+from looplm.training.mixture import Mixture
 
 STAGES = ("Stage I", "Stage II")
 _SAMPLE_PROMPT = "The statement "
@@ -42,26 +50,29 @@ class DemoResult:
     accuracy_by_hops: dict[str, list[float]]
     text_loss_by_loop: list[float]
     fixed_depth: list[DepthPoint]
-    exit_curves: dict[str, list[DepthPoint]]
-    worst_gap: dict[str, float]
+    exit_curves: dict[str, list[ExitPoint]]
+    height_over_fixed: dict[str, float]
+    worst_gap_between: dict[str, float]
     sample_q: float
     sample_mean_loops: float
     samples: list[Sample]
     checkpoint: str
 
 
-def run_demo(out: Path, text: str | None = None, overrides: tuple[str, ...] = (), console: Console | None = None) -> bool:
+def run_demo(
+    out: Path, text: str | None = None, overrides: tuple[str, ...] = (), console: Console | None = None
+) -> bool:
     """Train (or resume) both stages under `out`, measure, and write report.html; False if it was interrupted."""
     console = console or Console()
     checkpoints: list[Path] = []
-    recipe = None
-    for stage, recipe in zip(STAGES, demo_recipes(out, text, overrides), strict=True):
+    recipes = demo_recipes(out, text, overrides)
+    for stage, recipe in zip(STAGES, recipes, strict=True):
         done = train(recipe, console, title=stage)
         if not done.finished:
             console.print(f"stopped at step {done.step} of {stage}; the same command resumes", highlight=False)
             return False
         checkpoints.append(done.checkpoint)
-    result = measure(recipe, checkpoints, out)
+    result = measure(recipes[-1], checkpoints, out)
     (out / "demo.json").write_text(json.dumps(asdict(result), indent=1) + "\n")
     report = write_report(result, out)
     show(result, report, console)
@@ -69,18 +80,21 @@ def run_demo(out: Path, text: str | None = None, overrides: tuple[str, ...] = ()
 
 
 def demo_recipes(out: Path, text: str | None = None, overrides: tuple[str, ...] = ()) -> tuple[Recipe, Recipe]:
-    """The recipes of both stages, placed under `out`; `overrides` go to both."""
-    common = [f"data.text.path={text}"] if text else []
-    first = load_recipe("mini_stage1", [*common, *overrides, f"out={out / 'stage1'}"])
-    second = load_recipe("mini_stage2", [*common, f"out={out / 'stage2'}", f"init_from={out / 'stage1'}"])
+    """Both stages under `out`; overrides of data, loops and seed go to both, others to Stage I."""
+    shared = [f"data.text.path={text}"] if text else []
+    shared += [override for override in overrides if override.startswith(("data.", "loops=", "seed="))]
+    first = load_recipe("mini_stage1", [*shared, *overrides, f"out={out / 'stage1'}"])
+    second = load_recipe("mini_stage2", [*shared, f"out={out / 'stage2'}", f"init_from={out / 'stage1'}"])
     return first, second
 
 
 def measure(recipe: Recipe, checkpoints: list[Path], out: Path) -> DemoResult:
     """Read both stages' checkpoints on held-out questions and text, at the trained loops and as many beyond."""
+    if recipe.data.compose is None or recipe.data.text is None:
+        raise ValueError("the demo measures text and compose; leave both in data")
     loops = recipe.loops
-    tokenizer = AutoTokenizer.from_pretrained(checkpoints[-1])
-    task = test_split(recipe.data.compose.task)
+    tokenizer = load_tokenizer(checkpoints[-1])
+    task = recipe.data.compose.task
     models = dict(zip(STAGES, map(load, checkpoints), strict=True))
     probes = {stage: probe_questions(model, tokenizer, task, 2 * loops) for stage, model in models.items()}
     probe = probes[STAGES[1]]
@@ -88,7 +102,7 @@ def measure(recipe: Recipe, checkpoints: list[Path], out: Path) -> DemoResult:
     curves = {stage: exit_curve(p.gate_logits[:, :loops], p.correct, p.weights) for stage, p in probes.items()}
     model = models[STAGES[1]]
     held_out = {"text": Mixture(recipe.data, tokenizer).held_out()["text"]}
-    q = _cheapest_threshold(curves[STAGES[1]], fixed[-1].accuracy)
+    q = _cheapest(curves[STAGES[1]], fixed[-1].accuracy).q
     samples = _samples(model, tokenizer, task, q)
     drawn = [loop for sample in samples for _, loop in sample.pieces]
     return DemoResult(
@@ -99,7 +113,8 @@ def measure(recipe: Recipe, checkpoints: list[Path], out: Path) -> DemoResult:
         text_loss_by_loop=list(held_out_losses(model, held_out, 2 * loops).values()),
         fixed_depth=fixed,
         exit_curves=curves,
-        worst_gap={stage: worst_gap(curve, fixed) for stage, curve in curves.items()},
+        height_over_fixed={stage: height_over_fixed(curve, fixed) for stage, curve in curves.items()},
+        worst_gap_between={stage: worst_gap(curve, fixed) for stage, curve in curves.items()},
         sample_q=q,
         sample_mean_loops=sum(drawn) / len(drawn),
         samples=samples,
@@ -109,34 +124,30 @@ def measure(recipe: Recipe, checkpoints: list[Path], out: Path) -> DemoResult:
 
 def show(result: DemoResult, report: Path, console: Console) -> None:
     """Print the tables that the report also holds."""
-    table = Table(title="held-out, by loops", title_justify="left")
+    table = Table(title="Held-out questions and text, by loops", title_justify="left")
     table.add_column("")
     for loop in range(1, len(result.accuracy_by_loop) + 1):
         table.add_column(f"{loop}" + ("*" if loop == result.trained_loops else ""), justify="right")
     percent: Callable[[float], str] = "{:.0%}".format
-    table.add_row("compose, all hops", *map(percent, result.accuracy_by_loop))
+    table.add_row("all", *map(percent, result.accuracy_by_loop))
     for hops, accuracies in result.accuracy_by_hops.items():
-        table.add_row(f"compose, {hops} hop{'s' if hops != '1' else ''}", *map(percent, accuracies))
-    table.add_row("text loss (nats)", *map("{:.3f}".format, result.text_loss_by_loop))
+        table.add_row(f"{hops} hop{'s' if hops != '1' else ''}", *map(percent, accuracies))
+    table.add_row("text loss", *map("{:.2f}".format, result.text_loss_by_loop))
     console.print(table)
     console.print(f"* trained depth; {result.parameters:,} parameters\n", highlight=False)
     for stage, curve in result.exit_curves.items():
         reached = _cheapest(curve, result.fixed_depth[-1].accuracy)
         console.print(
-            f"{stage} exits: {reached.accuracy:.1%} at {reached.mean_loops:.2f} mean loops (q = {reached.q}); "
-            f"curve at worst {100 * result.worst_gap[stage]:+.1f} points against fixed depth",
-            highlight=False,
-        )
+            f"{stage + ' exits:':<15} {reached.accuracy:.1%} at {reached.mean_loops:.2f} mean loops (q = {reached.q}); "
+            f"{100 * result.height_over_fixed[stage]:+.1f} points over fixed depth at worst",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
     console.print(f"\nreport: {report}", highlight=False, soft_wrap=True)
 
 
-def _cheapest(curve: list[DepthPoint], full: float) -> DepthPoint:
+def _cheapest(curve: list[ExitPoint], full: float) -> ExitPoint:
     """The point of fewest mean loops whose accuracy is within one point of full depth."""
     return min((p for p in curve if p.accuracy >= full - 0.01), key=lambda p: p.mean_loops)
-
-
-def _cheapest_threshold(curve: list[DepthPoint], full: float) -> float:
-    return _cheapest(curve, full).q
 
 
 def _samples(model: LoopLMForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Compose, q: float) -> list[Sample]:
@@ -147,5 +158,5 @@ def _samples(model: LoopLMForCausalLM, tokenizer: PreTrainedTokenizerFast, task:
     for prompt, length in prompts:
         ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
         made = decode_with_exits(model, ids, q, length, temperature=0.7 if length > 1 else 0.0, generator=generator)
-        samples.append(Sample(prompt=prompt, pieces=[(tokenizer.decode([t.token]), t.loop) for t in made]))
+        samples.append(Sample(prompt=prompt, pieces=[(str(tokenizer.decode([t.token])), t.loop) for t in made]))
     return samples

@@ -3,7 +3,8 @@
 import hashlib
 import random
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal
 
 from looplm.tasks.example import Example
@@ -28,7 +29,6 @@ class Compose:
     held_out: float = 0.1
     world_seed: int = 0
     split: Literal["train", "test"] = "train"
-    _maps: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("entities", "relations", "max_hops"):
@@ -38,9 +38,11 @@ class Compose:
             raise ValueError(f"compose needs held_out in [0, 1), got {self.held_out}")
         if self.split == "test" and (self.held_out == 0 or self.max_hops < 3):
             raise ValueError("compose has no test questions: they need held_out above 0 and max_hops of at least 3")
+
+    @cached_property
+    def _maps(self) -> list[list[int]]:
         generator = random.Random(self.world_seed)
-        maps = tuple(tuple(generator.sample(range(self.entities), self.entities)) for _ in range(self.relations))
-        object.__setattr__(self, "_maps", maps)
+        return [generator.sample(range(self.entities), self.entities) for _ in range(self.relations)]
 
     def words(self) -> list[str]:
         """Every word of the task; give each a token of its own."""

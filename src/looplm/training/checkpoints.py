@@ -59,11 +59,10 @@ def restore(checkpoint: Path, model: LoopLMForCausalLM, optimizer: Optimizer) ->
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    names = {parameter: name for name, parameter in model.named_parameters()}
     return {
-        f"{names[parameter]}/{entry}": tensor
-        for parameter, state in optimizer.state.items()
-        for entry, tensor in state.items()
+        f"{name}/{entry}": tensor
+        for name, parameter in model.named_parameters()
+        for entry, tensor in optimizer.state.get(parameter, {}).items()
     }
 
 

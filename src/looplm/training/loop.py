@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 import torch
@@ -84,7 +84,7 @@ def run_steps(
 
 
 @contextmanager
-def interrupt_requested() -> Iterator[Callable[[], bool]]:
+def interrupt_requested() -> Generator[Callable[[], bool]]:
     """Inside, Ctrl-C asks the loop to stop after its step; a second Ctrl-C stops at once."""
     requested = False
 

@@ -1,12 +1,13 @@
 """A training run as one typed value, filled by a YAML file and `a.b=value` overrides."""
 
+from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import Field, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from yaml import YAMLError
 
@@ -14,7 +15,7 @@ from looplm.objectives import ExpectedLoss, GateRegression
 from looplm.tasks import Compose
 from looplm.training.schedules import WarmupStableDecay
 
-_STRICT = {"extra": "forbid"}
+_STRICT = ConfigDict(extra="forbid")
 BUILT_IN = Path(__file__).parent / "recipes"
 
 
@@ -95,7 +96,7 @@ class Recipe:
             raise ValueError("give exactly one of model (a new one) and init_from (a checkpoint folder)")
 
 
-def load_recipe(source: str | Path, overrides: list[str] = ()) -> Recipe:
+def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe in a YAML file, or the built-in one of that name, with `a.b=value` overrides.
 
     Raises:

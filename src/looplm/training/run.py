@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from looplm.data.text import read_documents
-from looplm.data.tokenizer import train_tokenizer
+from looplm.data.tokenizer import load_tokenizer, train_tokenizer
 from looplm.models import LoopLMConfig, LoopLMForCausalLM, load
 from looplm.training.checkpoints import complete_checkpoints, restore, save_checkpoint
 from looplm.training.logs import RunLog, StepProgress
@@ -37,10 +37,11 @@ def train(recipe: Recipe, console: Console | None = None, title: str = "train") 
     """Run `recipe`, or resume it bit for bit where its folder already holds a checkpoint of the same recipe.
 
     Raises:
-        ValueError: if the folder belongs to another recipe, or the recipe's model, text or checkpoint is unusable.
+        ValueError: if the folder belongs to another recipe, or the recipe's model, text or checkpoint is unusable;
+            nothing is written then.
     """
     folder = Path(recipe.out)
-    _claim(folder, resolved(recipe))
+    _refuse_another(folder, resolved(recipe))
     done = complete_checkpoints(folder / "checkpoints")
     model, tokenizer = _open(done[-1]) if done else _start(recipe)
     module = ObjectiveModule(model.train(), recipe.objective)
@@ -49,6 +50,7 @@ def train(recipe: Recipe, console: Console | None = None, title: str = "train") 
     if start == recipe.steps:
         return RunResult(checkpoint=done[-1], step=start, steps=recipe.steps)
     data = Mixture(recipe.data, tokenizer)
+    _claim(folder, resolved(recipe))
     log = RunLog(folder, start)
 
     def save(step: int) -> Path:
@@ -62,29 +64,30 @@ def train(recipe: Recipe, console: Console | None = None, title: str = "train") 
     return RunResult(checkpoint=complete_checkpoints(folder / "checkpoints")[-1], step=step, steps=recipe.steps)
 
 
-def _claim(folder: Path, recipe: dict[str, Any]) -> None:
-    """Make the folder this recipe's, or refuse it if it is another's."""
+def _refuse_another(folder: Path, recipe: dict[str, Any]) -> None:
     held = folder / "recipe.json"
-    if held.exists():
-        before = json.loads(held.read_text())
-        if before != recipe:
-            changed = _first_difference(before, recipe)
-            raise ValueError(f"{folder} holds a run of another recipe ({changed} differs); give another out= or remove it")
+    if not held.exists():
         return
+    before = json.loads(held.read_text())
+    if before != recipe:
+        changed = _first_difference(before, recipe)
+        raise ValueError(f"{folder} holds a run of another recipe ({changed} differs); give another out= or remove it")
+
+
+def _claim(folder: Path, recipe: dict[str, Any]) -> None:
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    held.write_text(json.dumps(recipe, indent=2) + "\n")
+    (folder / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n")
 
 
 def _first_difference(before: Any, now: Any, where: str = "") -> str:
     if isinstance(before, dict) and isinstance(now, dict):
-        for key in sorted({*before, *now}):
-            if before.get(key) != now.get(key):
-                return _first_difference(before.get(key), now.get(key), f"{where}.{key}".lstrip("."))
+        key = next(key for key in sorted({*before, *now}) if before.get(key) != now.get(key))
+        return _first_difference(before.get(key), now.get(key), f"{where}.{key}".lstrip("."))
     return where
 
 
 def _open(checkpoint: Path) -> tuple[LoopLMForCausalLM, PreTrainedTokenizerFast]:
-    return load(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    return load(checkpoint), load_tokenizer(checkpoint)
 
 
 def _start(recipe: Recipe) -> tuple[LoopLMForCausalLM, PreTrainedTokenizerFast]:
@@ -93,8 +96,9 @@ def _start(recipe: Recipe) -> tuple[LoopLMForCausalLM, PreTrainedTokenizerFast]:
     tokenizer = _new_tokenizer(recipe)
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     torch.manual_seed(recipe.seed)
-    config = LoopLMConfig(**({"loops": recipe.loops, **ids} | recipe.model | {"vocab_size": len(tokenizer)}))
-    return LoopLMForCausalLM(config), tokenizer
+    defaults = {"loops": recipe.loops, **ids}
+    values: dict[str, Any] = defaults | (recipe.model or {}) | {"vocab_size": len(tokenizer)}
+    return LoopLMForCausalLM(LoopLMConfig(**values)), tokenizer
 
 
 def _new_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:

@@ -24,9 +24,15 @@ _CONFIG_KEYS = {
     "pad_token_id": "pad_token_id",
     "use_cache": "use_cache",
 }
-_REQUIRED = (
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads rms_norm_eps total_ut_steps"
-).split()
+_REQUIRED = [
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "rms_norm_eps",
+    "total_ut_steps",
+]
 # Keys that would change the computation, with the only values that we compute.
 _FIXED = {
     "hidden_act": ("silu",),
@@ -40,8 +46,21 @@ _FIXED = {
 }
 # Keys that do not touch the computation.
 _IGNORED = frozenset(
-    "model_type architectures auto_map torch_dtype dtype transformers_version max_window_layers chunk_size"
-    " _name_or_path _attn_implementation output_attentions output_hidden_states return_dict".split()
+    [
+        "model_type",
+        "architectures",
+        "auto_map",
+        "torch_dtype",
+        "dtype",
+        "transformers_version",
+        "max_window_layers",
+        "chunk_size",
+        "_name_or_path",
+        "_attn_implementation",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+    ]
 )
 # The parts of our architecture that make a model Ouro's.
 _PARTS = {

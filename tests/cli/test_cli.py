@@ -1,0 +1,112 @@
+"""The command line: verbs, JSON, and one-line errors with exit code 1."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+import looplm
+from conftest import tiny_config
+from looplm.cli.main import app
+from looplm.data.tokenizer import train_tokenizer
+
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = train_tokenizer(["some text to learn from"], 300)
+    model = looplm.LoopLMForCausalLM(tiny_config(vocab_size=len(tokenizer), eos_token_id=None))
+    looplm.save(model, folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def run(*arguments):
+    return runner.invoke(app, [str(argument) for argument in arguments])
+
+
+def test_the_surface_is_frozen():
+    verbs = {command.name or command.callback.__name__ for command in app.registered_commands}
+    assert verbs == {"demo", "train", "generate", "info", "export"}
+    assert [group.name for group in app.registered_groups] == ["bench"]
+    for verb in (*verbs, "bench", "bench head-loss"):
+        assert run(*verb.split(), "--help").exit_code == 0
+
+
+def test_info_of_a_preset_and_of_checkpoints(checkpoint, ouro_folder):
+    found = json.loads(run("info", "ouro_1_4b", "--json", "--loops", "4,8").output)
+    assert found["parameters"] == 1_434_652_673
+    assert [row["kv_bytes_per_token_bf16"] for row in found["cost"]] == [768 * 1024, 1536 * 1024]
+    assert json.loads(run("info", ouro_folder, "--json").output)["layout"] == "ouro"
+    table = run("info", checkpoint)
+    assert table.exit_code == 0
+    assert "core_layers=2" in table.output
+
+
+def test_generate_equals_the_library(checkpoint):
+    tokenizer = looplm.data.tokenizer.load_tokenizer(checkpoint)
+    ids = tokenizer("some", return_tensors="pt")["input_ids"]
+    wanted = looplm.load(checkpoint).generate(ids, max_new_tokens=5, loops=2, do_sample=False)[0, ids.shape[1] :]
+    made = json.loads(run("generate", checkpoint, "some", "--loops", 2, "--max-tokens", 5, "--json").output)
+    assert made["tokens"] == wanted.tolist()
+    assert made["loops_per_token"] is None
+    exits = json.loads(run("generate", checkpoint, "some", "--exit", 0.5, "--max-tokens", 5, "--json").output)
+    assert len(exits["loops_per_token"]) == 5
+    assert set(exits["loops_per_token"]) <= {1, 2, 3}
+    full = json.loads(run("generate", checkpoint, "some", "--exit", 1, "--max-tokens", 5, "--json").output)
+    plain = json.loads(run("generate", checkpoint, "some", "--max-tokens", 5, "--json").output)
+    assert full["tokens"] == plain["tokens"]
+    assert full["loops_per_token"] == [3] * 5
+    sampled = [run("generate", checkpoint, "some", "--temperature", 1, "--seed", s, "--json").output for s in (1, 1, 2)]
+    assert sampled[0] == sampled[1] != sampled[2]
+
+
+def test_export_and_back(checkpoint, tmp_path):
+    out = tmp_path / "ouro"
+    assert run("export", checkpoint, out).exit_code == 0
+    assert json.loads((out / "config.json").read_text())["model_type"] == "ouro"
+    ids = looplm.data.tokenizer.load_tokenizer(out)("some", return_tensors="pt")["input_ids"]
+    assert looplm.load(out)(ids).logits.equal(looplm.load(checkpoint)(ids).logits)
+    assert "is not empty" in run("export", checkpoint, out).output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("info", "nowhere"), "'nowhere' is neither a folder nor a hub id"),
+        (("info", "ouro_1_4b", "--loops", "a,b"), "--loops 'a,b'"),
+        (("info", "ouro_1_4b", "--loops", "0"), "--loops '0'"),
+        (("train", "nope"), "no recipe 'nope'"),
+        (("train", "mini_stage1", "stepz=1"), "unknown key 'stepz'"),
+        (("demo", "--text", "/nowhere", "--out", "/tmp/looplm-none"), "the text '/nowhere' does not exist"),
+        (("generate", "CHECKPOINT", ""), "the prompt is empty"),
+        (("generate", "CHECKPOINT", "x", "--loops", "0"), "loops=0 must be"),
+        (("generate", "OURO", "x"), "has no tokenizer.json"),
+        (("generate", "HUGINN", "x"), "model_type='huginn_raven'"),
+    ],
+)
+def test_mistakes_end_in_one_line(checkpoint, ouro_folder, arguments, message):
+    places = {"CHECKPOINT": checkpoint, "OURO": ouro_folder, "HUGINN": ouro_folder.parent / "huginn-tiny"}
+    done = run(*(places.get(argument, argument) for argument in arguments))
+    assert done.exit_code == 1
+    assert message in done.output
+    assert done.output.startswith("looplm: ")
+    assert done.output.count("\n") == 1
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("module", "extra", "verb"),
+    [("omegaconf", "train", "train"), ("tensorboard", "train", "train"), ("matplotlib", "studies", "demo")],
+)
+def test_a_missing_extra_is_named(module, extra, verb):
+    program = f"import sys; sys.modules[{module!r}] = None; from looplm.cli.main import main; main()"
+    arguments = {"train": ["train", "nope"], "demo": ["demo", "--text", "/nowhere"]}[verb]
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"needs the '{extra}' extra: pip install 'looplm[{extra}]'" in done.stderr
+    assert done.stderr.count("\n") == 1

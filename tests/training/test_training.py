@@ -1,0 +1,287 @@
+"""Training runs: exact resume, atomic checkpoints, schedules, logs and refusals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import looplm
+from looplm.data.tokenizer import load_tokenizer
+from looplm.training import checkpoints, load_recipe, mixture, run, train
+from looplm.training.schedules import WarmupStableDecay
+
+TINY = """
+out: {out}
+model: {{hidden_size: 16, intermediate_size: 24, num_attention_heads: 2, core_layers: 1, rope_theta: 10000.0}}
+vocab_size: 320
+data:
+  length: 32
+  text: {{path: {text}, rows: 2, held_out_rows: 2}}
+  compose: {{questions: 8, held_out_questions: 16, task: {{entities: 4, relations: 2}}}}
+objective: {{kind: expected_loss, beta: 0.05}}
+schedule: {{warmup_steps: 2, decay: 0.5}}
+loops: 2
+steps: 12
+log_every: 1
+evaluate_every: 6
+save_every: 6
+"""
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("A loop thinks again before it answers. " * 60)
+    return path
+
+
+@pytest.fixture
+def recipe_file(tmp_path, text):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY.format(out=tmp_path / "run", text=text))
+    return path
+
+
+def recipe_at(recipe_file, out, *overrides):
+    return load_recipe(recipe_file, [f"out={out}", *overrides])
+
+
+def log_of(folder):
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def without_times(records):
+    return [{k: v for k, v in record.items() if k != "tokens_per_second"} for record in records]
+
+
+def assert_same_checkpoint(one: Path, other: Path):
+    for name in ("model.safetensors", "trainer.safetensors"):
+        a, b = load_file(one / name), load_file(other / name)
+        assert set(a) == set(b)
+        for key, tensor in a.items():
+            assert tensor.equal(b[key]), f"{name}: {key}"
+    assert (one / "trainer.json").read_text() == (other / "trainer.json").read_text()
+
+
+class KilledError(Exception):
+    """Stands for a process that dies in the middle of a step."""
+
+
+def test_resume_equals_the_uninterrupted_run_bit_for_bit(recipe_file, tmp_path, monkeypatch):
+    whole = train(recipe_at(recipe_file, tmp_path / "whole"))
+    real, seen = mixture.Mixture.train, []
+
+    def dies_after_nine(self, seed, step):
+        seen.append(step)
+        if len(seen) == 10:  # three steps past the checkpoint at 6
+            raise KilledError
+        return real(self, seed, step)
+
+    monkeypatch.setattr(mixture.Mixture, "train", dies_after_nine)
+    with pytest.raises(KilledError):
+        train(recipe_at(recipe_file, tmp_path / "parts"))
+    assert [path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()] == ["step-00000006"]
+    torch.manual_seed(99)  # a new process has another random state
+    resumed = train(recipe_at(recipe_file, tmp_path / "parts"))
+    assert seen == [*range(10), *range(6, 12)]
+    assert (whole.step, resumed.step) == (12, 12)
+    assert_same_checkpoint(whole.checkpoint, resumed.checkpoint)
+    assert without_times(log_of(tmp_path / "parts")) == without_times(log_of(tmp_path / "whole"))
+
+
+def test_a_finished_run_is_left_alone(recipe_file, tmp_path):
+    first = train(recipe_at(recipe_file, tmp_path / "run", "steps=4"))
+    stamp = (first.checkpoint / "model.safetensors").stat().st_mtime_ns
+    again = train(recipe_at(recipe_file, tmp_path / "run", "steps=4"))
+    assert again == first
+    assert first.finished
+    assert (first.checkpoint / "model.safetensors").stat().st_mtime_ns == stamp
+
+
+def test_stage_two_changes_the_gate_alone(recipe_file, tmp_path):
+    first = train(recipe_at(recipe_file, tmp_path / "one"))
+    second = recipe_file.with_name("two.yaml")
+    stage_two = recipe_file.read_text().replace("model:", f"init_from: {tmp_path / 'one'}\n# model:")
+    second.write_text(stage_two.replace("{kind: expected_loss, beta: 0.05}", "{kind: gate_regression}"))
+    done = train(recipe_at(second, tmp_path / "two"))
+    before, after = (load_file(path / "model.safetensors") for path in (first.checkpoint, done.checkpoint))
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert changed == {"model.exit_gate.weight", "model.exit_gate.bias"}
+    assert {key.rsplit("/", 1)[0] for key in load_file(done.checkpoint / "trainer.safetensors")} == changed | {"rng"}
+
+
+def test_the_checkpoint_is_a_model_folder_with_its_tokenizer(recipe_file, tmp_path):
+    done = train(recipe_at(recipe_file, tmp_path / "run"))
+    model, tokenizer = looplm.load(done.checkpoint), load_tokenizer(done.checkpoint)
+    ids = tokenizer("A loop <e1>", return_tensors="pt")["input_ids"]
+    assert model(ids).logits.shape[-1] == len(tokenizer) == model.config.vocab_size
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_an_unfinished_checkpoint_does_not_count(recipe_file, tmp_path, monkeypatch):
+    def no_room(*_):
+        raise OSError("no space left on device")
+
+    train(recipe_at(recipe_file, tmp_path / "run", "steps=6"))
+    folder = tmp_path / "run" / "checkpoints"
+    model = looplm.load(folder / "step-00000006")
+    monkeypatch.setattr(checkpoints.os, "replace", no_room)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(OSError, match="no space"):
+        checkpoints.save_checkpoint(folder, 7, model, load_tokenizer(folder / "step-00000006"), optimizer, 2)
+    assert [path.name for path in checkpoints.complete_checkpoints(folder)] == ["step-00000006"]
+    assert run.latest_checkpoint(tmp_path / "run").name == "step-00000006"
+
+
+def test_only_the_newest_checkpoints_are_kept(recipe_file, tmp_path):
+    train(recipe_at(recipe_file, tmp_path / "run", "save_every=2", "keep_checkpoints=3"))
+    names = [path.name for path in checkpoints.complete_checkpoints(tmp_path / "run" / "checkpoints")]
+    assert names == ["step-00000008", "step-00000010", "step-00000012"]
+
+
+def interrupt_after(command, log, records):
+    """Run until the log has so many records, press Ctrl-C once, and give back what was printed."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    for _ in range(1200):
+        if log.exists() and len(log.read_text().splitlines()) >= records:
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    return out, err
+
+
+def test_ctrl_c_leaves_a_resumable_run(recipe_file, tmp_path):
+    command = [sys.executable, "-m", "looplm", "train", str(recipe_file), "steps=100000", "save_every=100000"]
+    log, stopped = tmp_path / "run" / "log.jsonl", 0
+    for _ in range(2):
+        out, err = interrupt_after(command, log, stopped + 5)
+        (done,) = checkpoints.complete_checkpoints(tmp_path / "run" / "checkpoints")[-1:]
+        before, stopped = stopped, json.loads((done / "trainer.json").read_text())["step"]
+        assert stopped > before
+        assert f"stopped at step {stopped} of 100000; the same command resumes" in err
+        assert str(done) in out
+        steps = [record["step"] for record in log_of(tmp_path / "run") if "loss" in record]
+        assert steps == list(range(1, stopped + 1))
+
+
+def test_the_log_has_every_number(recipe_file, tmp_path):
+    train(recipe_at(recipe_file, tmp_path / "run"))
+    records = log_of(tmp_path / "run")
+    first = records[0]
+    assert {"loss", "lr", "grad_norm", "exit_entropy", "mean_exit_loop", "loss_loop1", "loss_loop2"} <= set(first)
+    evaluations = [record for record in records if "text/loss_loop1" in record]
+    assert [record["step"] for record in evaluations] == [6, 12]
+    for source in ("text", "compose"):
+        assert {f"{source}/loss_loop{loop}" for loop in range(1, 5)} <= set(evaluations[0])  # 1 to 2T
+    assert list((tmp_path / "run" / "tensorboard").glob("events*"))
+    assert json.loads((tmp_path / "run" / "recipe.json").read_text())["optimizer"]["lr"] == 2e-3
+
+
+def test_the_loss_falls(recipe_file, tmp_path):
+    train(recipe_at(recipe_file, tmp_path / "run", "steps=60", "optimizer.lr=0.01"))
+    losses = [record["loss"] for record in log_of(tmp_path / "run") if "loss" in record]
+    assert losses[-1] < losses[0] - 1
+
+
+def test_warmup_stable_decay_by_hand():
+    schedule = WarmupStableDecay(warmup_steps=4, decay=0.3, final=0.0)
+    factors = [round(schedule.factor(step, 10), 6) for step in range(10)]
+    assert factors == [0.25, 0.5, 0.75, 1, 1, 1, 1, 0.75, 0.5, 0.25]
+    floor = WarmupStableDecay(warmup_steps=0, decay=0.5, final=0.1)
+    assert [round(floor.factor(step, 4), 6) for step in range(4)] == [1, 1, 0.7, 0.4]
+
+
+def test_weight_decay_leaves_norms_and_biases_alone(recipe_file):
+    recipe = load_recipe(recipe_file)
+    model, _ = run._start(recipe)
+    optimizer = run.build_optimizer(run.ObjectiveModule(model, recipe.objective), recipe.optimizer)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed, plain = ({names[id(p)] for p in group["params"]} for group in optimizer.param_groups)
+    assert all("norm" in name or name.endswith("bias") for name in plain)
+    assert not any("norm" in name for name in decayed)
+    assert decayed | plain == set(names.values())
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("stepz=3", "unknown key 'stepz'"),
+        ("optimizer.learning_rate=3", "unknown key 'optimizer.learning_rate'"),
+        ("objective.gamma=3", r"unknown key 'objective.gamma'"),
+        ("data.compose.task.hops=3", r"unknown key 'data.compose.task.hops'"),
+        ("schedule.warmup=3", "unknown key 'schedule.warmup'"),
+        ("optimizer.lr=abc", "optimizer.lr: Input should be a valid number"),
+        ("optimizer.lr=-1", "optimizer.lr: Input should be greater than 0"),
+        ("steps=0", "steps: Input should be greater than 0"),
+        ("objective.kind=none", "objective: .*'expected_loss', 'gate_regression'"),
+        ("init_from=elsewhere", "exactly one of model"),
+        ("data.compose.task.entities=0", "entities of at least 1"),
+        ("steps", "not of the form a.b=value"),
+        ("data={length: 8}", None),
+    ],
+)
+def test_bad_recipes_are_named(recipe_file, override, message):
+    if message is None:
+        assert load_recipe(recipe_file, [override]).data.length == 8
+        return
+    with pytest.raises(ValueError, match=message) as error:
+        load_recipe(recipe_file, [override])
+    assert "\n" not in str(error.value)
+
+
+def test_recipes_that_cannot_be_read(tmp_path):
+    with pytest.raises(ValueError, match="no recipe 'nope': neither a file nor one of mini_stage1, mini_stage2"):
+        load_recipe("nope")
+    (tmp_path / "broken.yaml").write_text("a: [")
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_recipe(tmp_path / "broken.yaml")
+    (tmp_path / "empty.yaml").write_text("steps: 3\n")
+    with pytest.raises(ValueError, match="recipe empty: "):
+        load_recipe(tmp_path / "empty.yaml")
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["data.text.path=/nowhere", "model.hiden_size=8", "vocab_size=100", "model.num_attention_heads=5", "data.length=3"],
+)
+def test_a_run_that_cannot_start_writes_nothing(recipe_file, tmp_path, override):
+    with pytest.raises(ValueError):  # noqa: PT011  (each names its own input)
+        train(recipe_at(recipe_file, tmp_path / "run", override))
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_recipe_in_the_same_folder_is_refused(recipe_file, tmp_path):
+    train(recipe_at(recipe_file, tmp_path / "run", "steps=2"))
+    with pytest.raises(ValueError, match=r"another recipe \(optimizer.lr differs\)"):
+        train(recipe_at(recipe_file, tmp_path / "run", "steps=2", "optimizer.lr=0.1"))
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(recipe_file, tmp_path):
+    with pytest.raises(ValueError, match="not finite at step"):
+        train(recipe_at(recipe_file, tmp_path / "run", "optimizer.lr=1e30", "clip_norm=1e30", "steps=50"))
+
+
+def test_batches_are_pure_and_weighted_by_source(recipe_file):
+    recipe = load_recipe(recipe_file, ["data.compose.weight=3"])
+    _, tokenizer = run._start(recipe)
+    data = mixture.Mixture(recipe.data, tokenizer)
+    batch, again = data.train(0, 5), mixture.Mixture(recipe.data, tokenizer).train(0, 5)
+    assert all(batch[name].equal(again[name]) for name in batch)
+    assert not batch["input_ids"].equal(data.train(0, 6)["input_ids"])
+    assert not batch["input_ids"].equal(data.train(1, 5)["input_ids"])
+    text_rows = recipe.data.text.rows
+    torch.testing.assert_close(batch["weights"][:text_rows].sum(), torch.tensor(1.0))
+    torch.testing.assert_close(batch["weights"][text_rows:].sum(), torch.tensor(3.0))
+    assert (batch["labels"][text_rows:] != -100).sum() == 8  # one answer a question
+    assert ((batch["weights"] > 0) == (batch["labels"] != -100)).all()
