@@ -39,6 +39,9 @@ def test_heights_by_hand():
     curve = [DepthPoint(mean_loops=1.0, accuracy=0.25), DepthPoint(mean_loops=1.5, accuracy=0.35)]
     assert worst_gap(curve, fixed) == pytest.approx(0.35 - 0.4)
     assert height_over_fixed(curve, fixed) == pytest.approx(0.35 - 0.6)
+    full = [*curve, DepthPoint(mean_loops=2.5, accuracy=0.95)]
+    assert height_over_fixed(full, fixed) == pytest.approx(0.25 - 0.2)  # at loop 2: (0.35 + 0.95) / 2 = 0.65
+    assert height_over_fixed(full[1:], fixed[1:]) == pytest.approx(0.65 - 0.6)
 
 
 @pytest.mark.parametrize("q", [0.2, 0.5, 1.0])

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from conftest import tiny_config
-from looplm import LoopLMForCausalLM
-from looplm.data.tokenizer import train_tokenizer
+from looplm import LoopLMForCausalLM, load
+from looplm.data.tokenizer import load_tokenizer, train_tokenizer
 from looplm.studies.bench_head_loss import bench_head_loss
 from looplm.studies.demo import demo_recipes, run_demo
 from looplm.studies.depth_probe import held_out_questions, probe_questions
@@ -80,7 +80,9 @@ def test_a_whole_demo_in_miniature(tmp_path, capsys):
     page = (out / "report.html").read_text()
     assert page.count("<svg") == 3
     assert "viewport" in page
-    assert (out / result["checkpoint"] / "model.safetensors").exists()
+    assert load(out / "model").config.loops == 4
+    assert len(load_tokenizer(out / "model")) == 512
+    assert not list((out / "model").glob("trainer.*"))
 
 
 def test_the_benchmark_measures_both_methods():

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from looplm.models.exits import exit_loops
 
-THRESHOLDS = (*(round(0.02 * i, 2) for i in range(1, 50)), 0.99, 0.995, 0.999, 1.0)
+THRESHOLDS = (0.0, 0.001, 0.002, 0.005, 0.01, *(round(0.02 * i, 2) for i in range(1, 50)), 0.99, 0.995, 0.999, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +46,13 @@ def exit_curve(
 
 
 def height_over_fixed(curve: Sequence[DepthPoint], fixed: Sequence[DepthPoint]) -> float:
-    """How far the curve lies over the fixed-depth point that it comes closest to falling under.
+    """How far the curve passes over the fixed-depth point that it clears least (negative: under it).
 
-    Read at each fixed depth as the best accuracy that the curve reaches with no more loops than that.
+    Between its points the curve is a straight line, which drawing one of two thresholds at random reaches.
     """
-    heights = [
-        max((p.accuracy for p in curve if p.mean_loops <= point.mean_loops + 1e-9), default=0.0) - point.accuracy
-        for point in fixed
-    ]
-    return min(heights)
+    ordered = sorted(curve, key=lambda point: (point.mean_loops, point.accuracy))
+    depths, accuracies = [p.mean_loops for p in ordered], [p.accuracy for p in ordered]
+    return min(float(np.interp(point.mean_loops, depths, accuracies)) - point.accuracy for point in fixed)
 
 
 def worst_gap(curve: Sequence[DepthPoint], fixed: Sequence[DepthPoint]) -> float:

@@ -39,10 +39,12 @@ def exit_curves(curves: Mapping[str, Sequence[DepthPoint]], fixed: Sequence[Dept
         [p.mean_loops for p in fixed], [100 * p.accuracy for p in fixed], "s:", color="0.35", label="fixed depth",
         markersize=7, zorder=3,
     )  # fmt: skip
-    for colour, (name, points) in zip(COLOURS, curves.items(), strict=False):
-        ordered = sorted(points, key=lambda point: point.mean_loops)
-        heights = [100 * p.accuracy for p in ordered]
-        axes.plot([p.mean_loops for p in ordered], heights, ".-", color=colour, label=name)
+    widths = (5, 1.5, 1.5)  # the first lies wide under the others, so that equal curves both show
+    for colour, width, (name, points) in zip(COLOURS, widths, curves.items(), strict=False):
+        ordered = sorted(points, key=lambda point: (point.mean_loops, point.accuracy))
+        depths, heights = [p.mean_loops for p in ordered], [100 * p.accuracy for p in ordered]
+        alpha = 0.45 if width > 2 else 1.0
+        axes.plot(depths, heights, ".-", color=colour, label=name, linewidth=width, alpha=alpha, markersize=4 + width)
     axes.legend(frameon=False, fontsize=9, loc="lower right")
     return figure
 

@@ -1,6 +1,7 @@
 """`looplm demo`: train one small looped model, then show what its loops do."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from looplm.analysis.exit_curve import (
 from looplm.analysis.exit_decoding import decode_with_exits
 from looplm.data.tokenizer import load_tokenizer
 from looplm.models import LoopLMForCausalLM, load
-from looplm.studies.demo_report import write_report
+from looplm.studies.demo_report import hops_label, write_report
 from looplm.studies.depth_probe import held_out_questions, probe_questions
 from looplm.tasks import Compose
 from looplm.training import Recipe, load_recipe, train
@@ -56,7 +57,6 @@ class DemoResult:
     sample_q: float
     sample_mean_loops: float
     samples: list[Sample]
-    checkpoint: str
 
 
 def run_demo(
@@ -72,10 +72,12 @@ def run_demo(
             console.print(f"stopped at step {done.step} of {stage}; the same command resumes", highlight=False)
             return False
         checkpoints.append(done.checkpoint)
-    result = measure(recipes[-1], checkpoints, out)
+    publish(checkpoints[-1], out / "model")
+    result = measure(recipes[-1], checkpoints)
     (out / "demo.json").write_text(json.dumps(asdict(result), indent=1) + "\n")
     report = write_report(result, out)
-    show(result, report, console)
+    show(result, console)
+    console.print(f"\nmodel:  {out / 'model'}\nreport: {report}", highlight=False, soft_wrap=True)
     return True
 
 
@@ -88,7 +90,16 @@ def demo_recipes(out: Path, text: str | None = None, overrides: tuple[str, ...] 
     return first, second
 
 
-def measure(recipe: Recipe, checkpoints: list[Path], out: Path) -> DemoResult:
+def publish(checkpoint: Path, target: Path) -> None:
+    """Copy a checkpoint's model and tokenizer to `target`, a plain model folder."""
+    aside = target.with_suffix(".partial")
+    for stale in (aside, target):
+        shutil.rmtree(stale, ignore_errors=True)
+    shutil.copytree(checkpoint, aside, ignore=shutil.ignore_patterns("trainer.*"))
+    aside.rename(target)
+
+
+def measure(recipe: Recipe, checkpoints: list[Path]) -> DemoResult:
     """Read both stages' checkpoints on held-out questions and text, at the trained loops and as many beyond."""
     if recipe.data.compose is None or recipe.data.text is None:
         raise ValueError("the demo measures text and compose; leave both in data")
@@ -118,11 +129,10 @@ def measure(recipe: Recipe, checkpoints: list[Path], out: Path) -> DemoResult:
         sample_q=q,
         sample_mean_loops=sum(drawn) / len(drawn),
         samples=samples,
-        checkpoint=str(checkpoints[-1].relative_to(out)),
     )
 
 
-def show(result: DemoResult, report: Path, console: Console) -> None:
+def show(result: DemoResult, console: Console) -> None:
     """Print the tables that the report also holds."""
     table = Table(title="Held-out questions and text, by loops", title_justify="left")
     table.add_column("")
@@ -131,7 +141,7 @@ def show(result: DemoResult, report: Path, console: Console) -> None:
     percent: Callable[[float], str] = "{:.0%}".format
     table.add_row("all", *map(percent, result.accuracy_by_loop))
     for hops, accuracies in result.accuracy_by_hops.items():
-        table.add_row(f"{hops} hop{'s' if hops != '1' else ''}", *map(percent, accuracies))
+        table.add_row(hops_label(hops), *map(percent, accuracies))
     table.add_row("text loss", *map("{:.2f}".format, result.text_loss_by_loop))
     console.print(table)
     console.print(f"* trained depth; {result.parameters:,} parameters\n", highlight=False)
@@ -139,10 +149,9 @@ def show(result: DemoResult, report: Path, console: Console) -> None:
         reached = _cheapest(curve, result.fixed_depth[-1].accuracy)
         console.print(
             f"{stage + ' exits:':<15} {reached.accuracy:.1%} at {reached.mean_loops:.2f} mean loops (q = {reached.q}); "
-            f"{100 * result.height_over_fixed[stage]:+.1f} points over fixed depth at worst",
+            f"{round(100 * result.height_over_fixed[stage], 1) + 0.0:+.1f} points over fixed depth at worst",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
-    console.print(f"\nreport: {report}", highlight=False, soft_wrap=True)
 
 
 def _cheapest(curve: list[ExitPoint], full: float) -> ExitPoint:

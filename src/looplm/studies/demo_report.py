@@ -36,7 +36,7 @@ def write_report(result: "DemoResult", out: Path) -> Path:
 
 def draw(result: "DemoResult") -> dict[str, Figure]:
     """The demo's three figures, by name."""
-    by_hops = {f"{hops} hop{'s' if hops != '1' else ''}": line for hops, line in result.accuracy_by_hops.items()}
+    by_hops = {hops_label(hops): line for hops, line in result.accuracy_by_hops.items()}
     return {
         "accuracy": lines_by_loop(by_hops, result.trained_loops, "accuracy (%)", percent=True),
         "text_loss": lines_by_loop({"text": result.text_loss_by_loop}, result.trained_loops, "loss (nats per token)"),
@@ -44,17 +44,22 @@ def draw(result: "DemoResult") -> dict[str, Figure]:
     }
 
 
+def hops_label(hops: str) -> str:
+    """'1 hop', '2 hops', …"""
+    return f"{hops} hop" if hops == "1" else f"{hops} hops"
+
+
 def _introduce(page: Report, result: "DemoResult") -> None:
     page.paragraph(
         f"This model has {result.parameters:,} parameters and one transformer layer, applied {result.trained_loops} "
-        "times per token with the same weights. It learned Python's reference manual and a task at once: follow a "
+        "times per token with the same weights. It learned running text and a task at once: follow a "
         "chain of relations from an entity (each relation is a fixed random permutation). Stage I trains the model "
         "and its exit gate under the expected loss over exits; Stage II trains the gate alone to predict whether "
         "another loop pays."
     )
     page.paragraph(
-        "Questions of three and four hops were never seen in training. Loops beyond the dashed line were never "
-        "trained. All loops run here and the exit rule picks a stored state."
+        "The questions of three and four hops that are measured here were left out of training. Loops beyond the "
+        "dashed line were never trained. All loops run here and the exit rule picks a stored state."
     )
 
 
@@ -62,7 +67,7 @@ def _tabulate(page: Report, result: "DemoResult") -> None:
     loops = range(1, len(result.accuracy_by_loop) + 1)
     page.heading("By loops")
     rows = [["compose, all hops", *map("{:.1%}".format, result.accuracy_by_loop)]]
-    rows += [[f"compose, {h} hops", *map("{:.1%}".format, line)] for h, line in result.accuracy_by_hops.items()]
+    rows += [[f"compose, {hops_label(h)}", *map("{:.1%}".format, line)] for h, line in result.accuracy_by_hops.items()]
     rows += [["text loss", *map("{:.3f}".format, result.text_loss_by_loop)]]
     page.table(["loops", *map(str, loops)], rows)
     page.heading("By exit threshold")
