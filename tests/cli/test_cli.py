@@ -86,11 +86,12 @@ def test_export_and_back(checkpoint, tmp_path):
         (("generate", "CHECKPOINT", ""), "the prompt is empty"),
         (("generate", "CHECKPOINT", "x", "--loops", "0"), "loops=0 must be"),
         (("generate", "OURO", "x"), "has no tokenizer.json"),
-        (("generate", "HUGINN", "x"), "model_type='huginn_raven'"),
+        (("generate", "LLAMA", "x"), "model_type='llama'"),
     ],
 )
-def test_mistakes_end_in_one_line(checkpoint, ouro_folder, arguments, message):
-    places = {"CHECKPOINT": checkpoint, "OURO": ouro_folder, "HUGINN": ouro_folder.parent / "huginn-tiny"}
+def test_mistakes_end_in_one_line(checkpoint, ouro_folder, tmp_path, arguments, message):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    places = {"CHECKPOINT": checkpoint, "OURO": ouro_folder, "LLAMA": tmp_path}
     done = run(*(places.get(argument, argument) for argument in arguments))
     assert done.exit_code == 1
     assert message in done.output

@@ -13,7 +13,7 @@ from looplm.models.presets import PRESETS, ouro_1_4b, ouro_2_6b
 def test_presets_have_the_published_parameter_counts():
     assert count_parameters(ouro_1_4b()) == 1_434_652_673
     assert count_parameters(ouro_2_6b()) == 2_667_974_657
-    assert set(PRESETS) == {"ouro_1_4b", "ouro_2_6b"}
+    assert set(PRESETS) == {"ouro_1_4b", "ouro_2_6b", "huginn_3_5b"}
 
 
 def test_key_value_bytes():

@@ -7,8 +7,8 @@ import torch
 from transformers import DynamicCache
 
 from conftest import random_ids, tiny_model
-from looplm.models import block
 from looplm.models.context import CacheStore
+from looplm.models.rotary import rotate_halves
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 SHAPES = {
@@ -51,14 +51,15 @@ def test_slots_are_prelude_coda_then_core_loop_by_loop():
 def test_positions_advance_once_per_token(monkeypatch):
     """The angle that reaches the rotation is the token's own position at every visit of every layer and loop."""
     model, seen = tiny_model(), []
-    rotate = block.rotate
 
-    def spy(x, cos, sin):
+    def spy(x, tables):
+        cos, sin = tables
         seen.append(torch.atan2(sin[0, 0, :, 0], cos[0, 0, :, 0]))
-        return rotate(x, cos, sin)
+        return rotate_halves(x, tables)
 
     cache = model(random_ids(1, 4), loops=3, use_cache=True).cache
-    monkeypatch.setattr(block, "rotate", spy)
+    for layer in model.model.core:
+        monkeypatch.setattr(layer.attention, "rotate", spy)
     for position in (4, 5, 6):
         seen.clear()
         model(random_ids(1, 1), loops=3, cache=cache)

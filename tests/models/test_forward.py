@@ -30,7 +30,7 @@ def test_kept_loops_and_the_verbs():
         model.logits_at(out, 3)
     backbone = model.model
     inputs = backbone.embed(backbone.embed_tokens(ids), out.context)
-    state = backbone.init_state(inputs)
+    state = backbone.init_state(inputs, out.context)
     for loop in (1, 2):
         state = backbone.step(state, inputs, loop, out.context.without_store())
     torch.testing.assert_close(state, out.states[2])

@@ -1,14 +1,14 @@
 """`looplm export`: a checkpoint rewritten in another layout."""
 
 from pathlib import Path
-from typing import Literal
 
 from looplm.cli.paths import open_checkpoint
 from looplm.data.tokenizer import load_tokenizer
 from looplm.models import load, save
+from looplm.models.checkpoint import LayoutName
 
 
-def export_checkpoint(checkpoint: str, out: Path, layout: Literal["looplm", "ouro"]) -> Path:
+def export_checkpoint(checkpoint: str, out: Path, layout: LayoutName) -> Path:
     """Read `checkpoint` in its own dtype and write it to `out`, with its tokenizer if it has one."""
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty; give a new folder")

@@ -4,8 +4,8 @@ from typing import Any
 
 from looplm.cli.paths import open_checkpoint
 from looplm.models.accounting import count_parameters, flops_per_token, kv_bytes_per_token
-from looplm.models.checkpoint import read_layout
 from looplm.models.presets import PRESETS
+from looplm.models.reading import read_layout
 
 _SHOWN = [
     "vocab_size",

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from looplm.models.checkpoint import find_folder
+from looplm.models.reading import find_folder
 
 
 def open_checkpoint(argument: str) -> Path:

@@ -7,42 +7,53 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers import initialization as init
-from transformers.utils import can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
+from transformers.utils.output_capturing import capture_outputs
 
-from looplm.models.block import Block
+from looplm.models.block import Attention, Block
+from looplm.models.conditioning import LoopEmbedding, NoLoopEmbedding
 from looplm.models.config import LoopLMConfig
 from looplm.models.context import LoopContext, build_context, check_cache
 from looplm.models.exits import exit_loops
-from looplm.models.norm import RMSNorm
+from looplm.models.initialisation import initialise
+from looplm.models.injection import build_injection
+from looplm.models.norm import build_norm
 from looplm.models.outputs import LoopModelOutput, Trace
+from looplm.models.reading import EMBEDDING, FOREIGN, HEAD, find_folder, read_layout, read_tensors
 
 KeepLoops = Literal["last", "all"] | Iterable[int]
 
 
 class LoopLMPreTrainedModel(PreTrainedModel):
-    """What the backbone and the language model share: transformers' traits and strict loading."""
+    """What the backbone and the language model share: transformers' traits, initialisation and strict loading."""
 
     config_class = LoopLMConfig
     config: LoopLMConfig
     base_model_prefix = "model"
+    supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+    _can_record_outputs = {"hidden_states": Block, "attentions": Attention}  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, nn.Embedding) and self.config.embedding_initializer_range is not None:
-            init.normal_(module.weight, mean=0.0, std=self.config.embedding_initializer_range)
+        initialise(module, self.config)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
-        """As in transformers, but a tensor that is missing from the files is an error, never initialised anew."""
-        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, output_loading_info=False, **kwargs):
+        """As in transformers, but a tensor that is missing from the files is an error, never initialised anew.
+
+        Folders in Ouro's and Huginn's released layouts open too; their configs are translated, no remote code is run.
+        """
+        source = pretrained_model_name_or_path
+        if source is not None and "state_dict" not in kwargs and _is_foreign(source, kwargs):
+            config, kwargs["state_dict"] = cls._read_foreign(source)
+            source = None
+        loaded: Any = super().from_pretrained(source, *args, config=config, output_loading_info=True, **kwargs)
         model, info = loaded
-        head = {"lm_head.weight"} if not hasattr(model, "lm_head") else set()
+        head = {HEAD} if not hasattr(model, "lm_head") else set()
         for problem, names in (
             ("misses", info["missing_keys"]),
             ("has an unexpected", set(info["unexpected_keys"]) - head),
@@ -53,6 +64,24 @@ class LoopLMPreTrainedModel(PreTrainedModel):
                 )
         return (model, info) if output_loading_info else model
 
+    @classmethod
+    def _read_foreign(cls, source: str) -> tuple[LoopLMConfig, dict[str, Tensor]]:
+        folder = find_folder(source)
+        layout, config = read_layout(folder)
+        with torch.device("meta"):
+            own = cls(config).state_dict()
+        prefix = "" if HEAD in own else f"{cls.base_model_prefix}."
+        shapes = {prefix + name: tensor.shape for name, tensor in own.items()}
+        if HEAD not in own:
+            shapes[HEAD] = shapes[EMBEDDING]
+        return config, read_tensors(folder, layout, config, shapes)
+
+
+def _is_foreign(source: str, kwargs: dict[str, Any]) -> bool:
+    hub = {name: kwargs[name] for name in ("cache_dir", "revision", "token", "local_files_only") if name in kwargs}
+    values, _ = LoopLMConfig.get_config_dict(source, **hub)
+    return values.get("model_type") in FOREIGN
+
 
 class LoopLMModel(LoopLMPreTrainedModel):
     """Prelude, a core applied `loops` times, coda: everything but the language-model head."""
@@ -60,38 +89,58 @@ class LoopLMModel(LoopLMPreTrainedModel):
     def __init__(self, config: LoopLMConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        learned = config.rope == "learned"
+        self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         bounds = (0, config.prelude_layers, config.prelude_layers + config.core_layers)
         sizes = (config.prelude_layers, config.core_layers, config.coda_layers)
         self.prelude, self.core, self.coda = (
             nn.ModuleList(Block(config, layer) for layer in range(start, start + size))
             for start, size in zip(bounds, sizes, strict=True)
         )
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.injection = build_injection(config)
+        self.loop_embedding = LoopEmbedding(config) if config.step_conditioning else NoLoopEmbedding()
+        self.norm = build_norm(config)
         self.exit_gate = nn.Linear(config.hidden_size, 1) if config.exit_gate else None
+        self.gradient_checkpointing = False
         self.post_init()
 
     # The verbs ------------------------------------------------------------------------------------------------
 
     def embed(self, embeds: Tensor, context: LoopContext) -> Tensor:
-        """Token embeddings [B, S, D] through the prelude: the inputs of the loop."""
+        """Token embeddings [B, S, D], scaled and placed, through the prelude: the inputs of the loop."""
+        if self.config.embed_scale != 1.0:
+            embeds = embeds * self.config.embed_scale
+        if self.embed_positions is not None:
+            embeds = embeds + self.embed_positions(context.position_ids)
         for block in self.prelude:
             embeds = block(embeds, 0, context)
         return embeds
 
-    def init_state(self, inputs: Tensor, given: Tensor | None = None) -> Tensor:
-        """The state before the first loop: `given`, or the inputs themselves (state_init='embedding')."""
-        if given is not None and given.shape != inputs.shape:
-            raise ValueError(f"init_state has shape {list(given.shape)}; expected {list(inputs.shape)}")
-        return inputs if given is None else given.to(inputs.dtype)
+    def init_state(self, inputs: Tensor, context: LoopContext, given: Tensor | None = None) -> Tensor:
+        """The state [B, S, D] before the first loop: `given`, or what `config.state_init` says."""
+        if given is not None:
+            if given.shape != inputs.shape:
+                raise ValueError(f"init_state has shape {list(given.shape)}; expected {list(inputs.shape)}")
+            return given.to(inputs)
+        if self.config.state_init == "embedding":
+            return inputs
+        if self.config.state_init == "zero":
+            return torch.zeros_like(inputs)
+        return context.noise(inputs, self.config.state_std)
 
     def step(self, state: Tensor, inputs: Tensor, loop: int, context: LoopContext) -> Tensor:
         """One application of the core: the state after 1-based loop `loop`, which the next loop receives."""
+        if self.config.state_noise:
+            state = state + context.noise(state, self.config.state_noise, stream=loop)
+        state = self.loop_embedding(state, loop)
+        if loop == 1 or not self.config.inject_once:
+            state = self.injection(state, inputs)
         for block in self.core:
             state = block(state, loop, context)
         return self.norm(state) if self.config.norm_in_loop else state
 
     def readout(self, state: Tensor, context: LoopContext) -> Tensor:
-        """A state made ready for the head: normed, and through the coda where there is one."""
+        """A state made ready for the head: normed, and through the coda and the norm again where there is a coda."""
         hidden = self._normed(state)
         if not self.coda:
             return hidden
@@ -113,7 +162,7 @@ class LoopLMModel(LoopLMPreTrainedModel):
     ) -> tuple[dict[int, Tensor], Tensor | None]:
         """Run `loops` loops; the states of the loops in `keep` and the gate logits [B, S, loops] of every loop."""
         inputs = self.embed(embeds, context)
-        state = self.init_state(inputs, init_state)
+        state = self.init_state(inputs, context, init_state)
         states, gates = {}, []
         for loop in range(1, loops + 1):
             state = self.step(state, inputs, loop, context)
@@ -126,7 +175,7 @@ class LoopLMModel(LoopLMPreTrainedModel):
     # transformers' doorway -----------------------------------------------------------------------------------
 
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
-    @can_return_tuple
+    @capture_outputs
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -138,6 +187,9 @@ class LoopLMModel(LoopLMPreTrainedModel):
         loops: int | None = None,
         keep_loops: KeepLoops = "last",
         init_state: Tensor | None = None,
+        state_seed: int = 0,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
     ) -> LoopModelOutput:
         """Run the loop on `input_ids` [B, S] (or `inputs_embeds` [B, S, D]).
 
@@ -148,12 +200,15 @@ class LoopLMModel(LoopLMPreTrainedModel):
             loops: how often the core runs; the config's count by default, and any count may be asked for.
             keep_loops: whose states to keep: "last", "all" or a list of 1-based loops.
             init_state: [B, S, D], the state before the first loop.
+            state_seed: seed of the random start state and of state noise, where the config has them; they depend on it
+                and on each token's position alone.
+            output_hidden_states, output_attentions: record every visit of every layer (transformers' recorder does).
         """
         loops = check_loops(self.config.loops if loops is None else loops)
         embeds = self._embeddings(input_ids, inputs_embeds)
         cache = self._cache_for(cache, use_cache, loops)
         _check_mask(attention_mask, embeds, cache)
-        context = build_context(self.config, embeds, attention_mask, position_ids, cache)
+        context = build_context(self.config, embeds, attention_mask, position_ids, cache, state_seed)
         keep = loops_to_keep(keep_loops, loops)
         states, gate_logits = self.unroll(embeds, context, loops, keep | {loops}, init_state)
         hidden = self.readout(states[loops], context)
@@ -208,6 +263,8 @@ class LoopLMModel(LoopLMPreTrainedModel):
             return cache
         # A training step never reads its keys again, and loops x layers slots would be the larger waste.
         wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
+        if wanted and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            raise ValueError("use_cache=True does not go with gradient checkpointing, which runs each block twice")
         return DynamicCache(config=self.config.at_loops(loops)) if wanted else None
 
 

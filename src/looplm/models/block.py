@@ -3,17 +3,20 @@
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from looplm.models.config import LoopLMConfig
 from looplm.models.context import LoopContext
-from looplm.models.norm import RMSNorm
-from looplm.models.rotary import rotate
+from looplm.models.mlp import MLPS, DampedLinear
+from looplm.models.norm import RMSNorm, build_norm
+from looplm.models.rotary import ROTATIONS
 
 # norm_placement -> which of the slots (pre, branch, post) hold a norm.
 _SLOTS = {
     "pre": (True, False, False),
     "post": (False, False, True),
+    "branch": (False, True, False),
     "sandwich_branch": (True, True, False),
     "sandwich_dual": (True, False, True),
 }
@@ -49,55 +52,61 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = config.head_dim**-0.5
-        query_size = config.num_attention_heads * config.head_dim
-        key_value_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, key_value_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, key_value_size, bias=False)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+        self.rotate = ROTATIONS[config.rope]
+        heads, key_heads, width = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
+        self.q_proj = nn.Linear(width, heads * config.head_dim, bias=config.bias)
+        self.k_proj = nn.Linear(width, key_heads * config.head_dim, bias=config.bias)
+        self.v_proj = nn.Linear(width, key_heads * config.head_dim, bias=config.bias)
+        self.o_proj = DampedLinear(heads * config.head_dim, width, bias=config.bias)
+        self.q_adjust, self.k_adjust = (HeadAdjustment(config, count) for count in (heads, key_heads))
 
-    def forward(self, x: Tensor, layer: int, loop: int, context: LoopContext) -> Tensor:
-        """x [B, S, D] -> [B, S, D]; keys and values pass through the context's store at (layer, loop)."""
+    def forward(self, x: Tensor, layer: int, loop: int, context: LoopContext) -> tuple[Tensor, Tensor | None]:
+        """x [B, S, D] -> [B, S, D], and the weights where the implementation gives them.
+
+        Keys and values pass through the context's store at (layer, loop).
+        """
         query, key, value = (
-            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
+            project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = rotate(query, *context.rotary), rotate(key, *context.rotary)
-        key, value = context.store.update(key, value, layer, loop)
+        query, key = self.q_adjust(query).transpose(1, 2), self.k_adjust(key).transpose(1, 2)
+        query, key = self.rotate(query, context.rotary), self.rotate(key, context.rotary)
+        key, value = context.store.update(key, value.transpose(1, 2), layer, loop)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, math_attention)
-        out, _ = attend(self, query, key, value, context.mask, dropout=0.0, scaling=self.scaling)
-        return self.o_proj(out.flatten(-2))
+        out, weights = attend(self, query, key, value, context.mask, dropout=0.0, scaling=self.scaling)
+        return self.o_proj(out.flatten(-2)), weights
 
 
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)), arXiv 2002.05202."""
+class HeadAdjustment(nn.Module):
+    """What queries or keys pass before rotation: a norm per head (qk_norm) and a bias (qk_bias), where asked for."""
 
-    def __init__(self, config: LoopLMConfig) -> None:
+    def __init__(self, config: LoopLMConfig, heads: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.bias = nn.Parameter(torch.zeros(1, 1, heads, config.head_dim)) if config.qk_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        """x [B, S, heads, head_dim], same shape out."""
+        x = self.norm(x)
+        return x if self.bias is None else x + self.bias
 
 
 class ResidualNorms(nn.Module):
-    """The three norm slots of one sub-layer f: post(x + branch(f(pre(x)))); an absent norm is the identity."""
+    """The three norm slots of one sub-layer f: post(x + scale * branch(f(pre(x)))); an absent norm is the identity."""
 
     def __init__(self, config: LoopLMConfig) -> None:
         super().__init__()
         self.pre, self.branch, self.post = (
-            RMSNorm(config.hidden_size, config.norm_eps) if present else nn.Identity()
-            for present in _SLOTS[config.norm_placement]
+            build_norm(config) if present else nn.Identity() for present in _SLOTS[config.norm_placement]
         )
+        self.scale = config.residual_scale
 
     def join(self, x: Tensor, y: Tensor) -> Tensor:
         """Add the sub-layer's output y = f(pre(x)) to x."""
-        return self.post(x + self.branch(y))
+        y = self.branch(y)
+        return self.post(x + (y if self.scale == 1.0 else self.scale * y))
 
 
-class Block(nn.Module):
+class Block(GradientCheckpointingLayer):
     """Attention then MLP, each between its norm slots:
 
         x ── pre ── attention ── branch ─(+ x)─ post ── pre ── mlp ── branch ─(+)─ post ──►
@@ -110,10 +119,10 @@ class Block(nn.Module):
         self.layer = layer
         self.attention = Attention(config)
         self.attention_norms = ResidualNorms(config)
-        self.mlp = SwiGLU(config)
+        self.mlp = MLPS[config.mlp](config)
         self.mlp_norms = ResidualNorms(config)
 
     def forward(self, x: Tensor, loop: int, context: LoopContext) -> Tensor:
-        attended = self.attention(self.attention_norms.pre(x), self.layer, loop, context)
+        attended, _ = self.attention(self.attention_norms.pre(x), self.layer, loop, context)
         x = self.attention_norms.join(x, attended)
         return self.mlp_norms.join(x, self.mlp(self.mlp_norms.pre(x)))

@@ -42,6 +42,9 @@ class LoopLMForCausalLM(LoopLMPreTrainedModel, GenerationMixin):
         loops: int | None = None,
         keep_loops: KeepLoops = "last",
         init_state: Tensor | None = None,
+        state_seed: int = 0,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
     ) -> LoopOutput:
         """Logits of the last loop; arguments as in `LoopLMModel.forward`.
 
@@ -49,13 +52,26 @@ class LoopLMForCausalLM(LoopLMPreTrainedModel, GenerationMixin):
         objectives live in `looplm.objectives`. `logits_to_keep` limits the logits to the last positions.
         """
         out = self.model(
-            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, loops, keep_loops, init_state
+            input_ids,
+            attention_mask,
+            position_ids,
+            cache,
+            inputs_embeds,
+            use_cache,
+            loops,
+            keep_loops,
+            init_state,
+            state_seed,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
         )
         logits = self.lm_head(slice_logits_to_keep(out.last_hidden_state, logits_to_keep))
         return LoopOutput(
             loss=None if labels is None else _next_token_loss(logits, labels),
             logits=logits,
             cache=out.cache,
+            hidden_states=out.hidden_states,
+            attentions=out.attentions,
             gate_logits=out.gate_logits,
             states=out.states,
             context=out.context,

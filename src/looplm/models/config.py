@@ -30,14 +30,25 @@ _DERIVED = ("num_key_value_heads", "head_dim")  # filled in where None
 class LoopLMConfig(PreTrainedConfig):
     """Shape and parts of a looped model: prelude, a core block applied `loops` times, coda.
 
-    The defaults are Ouro-1.4B's (arXiv 2510.25741). `norm_placement` fills the three norm slots of
-    `models/block.py`; `norm_in_loop` applies the final norm after every loop, so that the normed state is what
-    the next loop receives. `num_key_value_heads` and `head_dim` default to plain multi-head attention.
-    A new model's matrices are drawn with std `initializer_range`, its embeddings with `embedding_initializer_range`
-    where that is given.
+    The defaults are Ouro-1.4B's (arXiv 2510.25741), without its token ids.
+
+    norm, norm_placement: the kind of norm, and which of the three slots of `models/block.py` hold one; "plain" is
+        LayerNorm without affine parameters. `norm_in_loop` applies the final norm after every loop, so that the
+        normed state is what the next loop receives.
+    injection: how the prelude's output enters before each loop (`inject_once`: before the first alone).
+    state_init: the state before the first loop: the inputs, zeros, or truncated-normal noise of std `state_std`.
+    state_noise, step_conditioning: noise of that std added to the state, and an embedding of the loop's number, before
+        each loop; variants that Huginn's authors rejected, for study.
+    residual_scale: factor of every branch before it is added, such as 1 / loops.
+    rope: rotary pairing, or learned absolute positions, or none.
+    qk_norm, qk_bias, bias: RMS norm of queries and keys per head; a bias on both before rotation; biases everywhere.
+    embed_scale: factor of the token embeddings.
+    init: "normal" draws matrices with std `initializer_range` (embeddings with `embedding_initializer_range` where that
+        is given); "takase" is Huginn's scheme (arXiv 2502.05171, after Takase et al. 2024).
+    num_key_value_heads, head_dim: default to plain multi-head attention.
 
     Raises:
-        ValueError: for an unknown key, an unsupported value or sizes that do not fit together.
+        ValueError: for an unknown key, an unsupported value or parts that do not fit together.
     """
 
     model_type = "looplm"
@@ -53,23 +64,33 @@ class LoopLMConfig(PreTrainedConfig):
     core_layers: int = 24
     coda_layers: int = 0
     loops: int = 4
-    norm: Literal["rms"] = "rms"
-    norm_placement: Literal["pre", "post", "sandwich_branch", "sandwich_dual"] = "sandwich_branch"
+    norm: Literal["rms", "layer", "plain"] = "rms"
+    norm_placement: Literal["pre", "post", "branch", "sandwich_branch", "sandwich_dual"] = "sandwich_branch"
     norm_in_loop: bool = True
     norm_eps: float = 1e-6
-    injection: Literal["none"] = "none"
-    state_init: Literal["embedding"] = "embedding"
+    injection: Literal["none", "add", "concat", "diagonal"] = "none"
+    inject_once: bool = False
+    state_init: Literal["embedding", "zero", "normal"] = "embedding"
+    state_std: float = 0.4**0.5
+    state_noise: float = 0.0
+    step_conditioning: bool = False
+    residual_scale: float = 1.0
     exit_gate: bool = True
-    rope: Literal["split_half"] = "split_half"
+    rope: Literal["split_half", "adjacent", "learned", "none"] = "split_half"
     rope_theta: float = 1e6
     max_position_embeddings: int = 65536
-    mlp: Literal["swiglu"] = "swiglu"
+    mlp: Literal["swiglu", "gelu"] = "swiglu"
+    qk_norm: bool = False
+    qk_bias: bool = False
+    bias: bool = False
+    embed_scale: float = 1.0
+    init: Literal["normal", "takase"] = "normal"
     initializer_range: float = 0.02
     embedding_initializer_range: float | None = None
     tie_word_embeddings: bool = False
     use_cache: bool = True
-    bos_token_id: int | None = 0
-    eos_token_id: int | list[int] | None = 0
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: object) -> None:
@@ -119,8 +140,23 @@ class LoopLMConfig(PreTrainedConfig):
                 f"num_attention_heads={self.num_attention_heads} must be a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}"
             )
-        if self.head_dim % 2:
+        if self.head_dim % 2 and self.rope in ("split_half", "adjacent"):
             raise ValueError(f"head_dim={self.head_dim} must be even for rope='{self.rope}'")
+        for name in ("norm_eps", "rope_theta", "state_std", "initializer_range", "residual_scale"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        self._refuse_nonsense()
+
+    def _refuse_nonsense(self) -> None:
+        if self.injection == "none" and self.state_init != "embedding":
+            raise ValueError(
+                f"state_init='{self.state_init}' with injection='none' never shows the tokens to the loop; "
+                "choose an injection, or state_init='embedding'"
+            )
+        if self.injection == "none" and self.inject_once:
+            raise ValueError("inject_once=True needs an injection; injection='none' injects nothing")
+        if self.state_noise < 0:
+            raise ValueError(f"state_noise={self.state_noise} must not be negative")
 
     def _refuse_unknown(self, kwargs: dict[str, object]) -> None:
         unknown = sorted(set(kwargs) - _TRANSFORMERS_KEYS)

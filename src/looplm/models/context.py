@@ -9,7 +9,8 @@ from transformers import Cache
 from transformers.masking_utils import create_causal_mask
 
 from looplm.models.config import LoopLMConfig
-from looplm.models.rotary import rotary_tables
+from looplm.models.noise import position_noise
+from looplm.models.rotary import Tables, rotary_tables
 
 
 class KVStore(Protocol):
@@ -55,14 +56,20 @@ class CacheStore:
 class LoopContext:
     """Built once a call and shared by every layer and loop: positions advance per token, never per loop.
 
-    `rotary` is (cos, sin), each [B, 1, S, head_dim]; `mask` is what the attention implementation takes, or None
-    for plain causal attention; `past_length` counts the tokens that the store held before this call.
+    `position_ids` is [B, S] and `rotary` the tables made of it; `mask` is what the attention implementation takes, or
+    None for plain causal attention; `past_length` counts the tokens that the store held before this call.
     """
 
-    rotary: tuple[Tensor, Tensor]
+    position_ids: Tensor
+    rotary: Tables
     mask: Tensor | None
     store: KVStore
     past_length: int
+    state_seed: int = 0
+
+    def noise(self, like: Tensor, std: float, stream: int = 0) -> Tensor:
+        """Truncated-normal noise shaped as `like` [B, S, D], fixed by the seed, the stream and each position."""
+        return position_noise(self.position_ids, like.shape[-1], std, self.state_seed, stream).to(like)
 
     def without_store(self) -> "LoopContext":
         """The same call without keys and values of its past."""
@@ -72,6 +79,7 @@ class LoopContext:
 def build_context(
     config: LoopLMConfig, embeds: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None,
     cache: Cache | None,
+    state_seed: int = 0,
 ) -> LoopContext:  # fmt: skip
     """The context of a call on `embeds` [B, S, D].
 
@@ -83,17 +91,24 @@ def build_context(
     if position_ids is None:
         position_ids = _count_positions(embeds, attention_mask, past_length)
     position_ids = position_ids.expand(embeds.shape[0], -1)
+    if config.rope == "learned" and int(position_ids.max()) >= config.max_position_embeddings:
+        raise ValueError(
+            f"position {int(position_ids.max())} lies past max_position_embeddings={config.max_position_embeddings}, "
+            "and learned positions do not extend"
+        )
     mask_positions, mask = position_ids, attention_mask
     if packed and attention_mask is not None and attention_mask.ndim == 2:
         # transformers looks for packed documents only without a mask, so padding becomes documents of its own.
         mask_positions, mask = _isolate_padding(position_ids, attention_mask), None
     return LoopContext(
-        rotary=rotary_tables(position_ids, config.head_dim, config.rope_theta, embeds.dtype),
+        position_ids=position_ids,
+        rotary=rotary_tables(position_ids, config.head_dim, config.rope_theta, config.rope, embeds.dtype),
         mask=create_causal_mask(
             config=config, inputs_embeds=embeds, attention_mask=mask, cache=cache, position_ids=mask_positions
         ),
         store=CacheStore(cache, config) if cache is not None else NoStore(),
         past_length=past_length,
+        state_seed=state_seed,
     )
 
 

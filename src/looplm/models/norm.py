@@ -1,11 +1,13 @@
-"""Root-mean-square normalisation, its variance in float32."""
+"""The norms a block may hold: RMS, LayerNorm, or LayerNorm without affine parameters."""
 
 import torch
 from torch import Tensor, nn
 
+from looplm.models.config import LoopLMConfig
+
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last axis; the quotient is cast back before the weight, as Ouro does."""
+    """x / rms(x) * weight over the last axis, the variance in float32; cast back before the weight, as Ouro does."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -17,3 +19,10 @@ class RMSNorm(nn.Module):
         wide = x if x.dtype == torch.float64 else x.float()
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * (wide * scale).to(x.dtype)
+
+
+def build_norm(config: LoopLMConfig) -> nn.Module:
+    """A norm over the model's width, of the kind that `config.norm` names."""
+    if config.norm == "rms":
+        return RMSNorm(config.hidden_size, config.norm_eps)
+    return nn.LayerNorm(config.hidden_size, config.norm_eps, elementwise_affine=config.norm == "layer")

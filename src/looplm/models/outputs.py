@@ -25,12 +25,15 @@ class LoopModelOutput(_ExitDistribution, ModelOutput):
 
     last_hidden_state: [B, S, D] of the last loop, ready for the head · cache: keys and values, if asked for
     gate_logits: [B, S, loops] float32, or None · states: {loop: [B, S, D]}, what the next loop receives
+    hidden_states, attentions: of every visit of every layer, in order of time, if asked for
     context: the call's context, from which `hidden_at` reads out a kept loop
     """
 
     # Always set by the model; transformers wants a default for every field.
     last_hidden_state: Tensor = None  # ty: ignore[invalid-assignment]
     cache: Cache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
     gate_logits: Tensor | None = None
     states: dict[int, Tensor] = None  # ty: ignore[invalid-assignment]
     context: LoopContext = None  # ty: ignore[invalid-assignment]
@@ -45,6 +48,8 @@ class LoopOutput(_ExitDistribution, ModelOutput):
     loss: Tensor | None = None
     logits: Tensor = None  # ty: ignore[invalid-assignment]
     cache: Cache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
     gate_logits: Tensor | None = None
     states: dict[int, Tensor] = None  # ty: ignore[invalid-assignment]
     context: LoopContext = None  # ty: ignore[invalid-assignment]

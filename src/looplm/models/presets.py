@@ -20,4 +20,37 @@ def ouro_2_6b() -> LoopLMConfig:
     return LoopLMConfig(**values)
 
 
-PRESETS: dict[str, Callable[[], LoopLMConfig]] = {"ouro_1_4b": ouro_1_4b, "ouro_2_6b": ouro_2_6b}
+def huginn_3_5b() -> LoopLMConfig:
+    """Huginn-0125 (arXiv 2502.05171): 2 prelude, 4 core and 2 coda layers, 32 loops, 3,564,976,800 parameters."""
+    return LoopLMConfig(
+        vocab_size=65536,
+        hidden_size=5280,
+        intermediate_size=17920,
+        num_attention_heads=55,
+        prelude_layers=2,
+        core_layers=4,
+        coda_layers=2,
+        loops=32,
+        norm_placement="sandwich_dual",
+        norm_in_loop=False,
+        injection="concat",
+        state_init="normal",
+        exit_gate=False,
+        rope="adjacent",
+        rope_theta=5e4,
+        max_position_embeddings=4096,
+        qk_bias=True,
+        embed_scale=5280**0.5,
+        init="takase",
+        tie_word_embeddings=True,
+        bos_token_id=65504,
+        eos_token_id=65505,
+        pad_token_id=65509,
+    )
+
+
+PRESETS: dict[str, Callable[[], LoopLMConfig]] = {
+    "ouro_1_4b": ouro_1_4b,
+    "ouro_2_6b": ouro_2_6b,
+    "huginn_3_5b": huginn_3_5b,
+}

@@ -1,17 +1,31 @@
-"""A checkpoint layout: how its config and its tensor names map to ours, both ways."""
+"""A checkpoint layout: how its config and its tensors map to ours, both ways."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from looplm.models.config import LoopLMConfig
+
+TensorTable = dict[str, tuple[str, ...]]
+
+
+def no_constants(config: LoopLMConfig) -> dict[str, Tensor]:
+    """Nothing beyond the weights."""
+    return {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """`read_config` and `write_config` translate config.json; `names` maps our tensor names to the layout's."""
+    """`read_config` and `write_config` translate config.json.
+
+    `tensors` maps each of the layout's tensor names to ours (None: the names are ours); several of ours are stored as
+    one, joined along the first axis. `constants` are tensors that the layout stores though the config implies them.
+    """
 
     model_type: str
     read_config: Callable[[dict[str, Any]], LoopLMConfig]
     write_config: Callable[[LoopLMConfig], dict[str, Any]]
-    names: Callable[[LoopLMConfig], dict[str, str]]
+    tensors: Callable[[LoopLMConfig], TensorTable] | None = None
+    constants: Callable[[LoopLMConfig], dict[str, Tensor]] = no_constants

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from looplm.models.compat.layout import Layout
+from looplm.models.compat.layout import Layout, TensorTable
 from looplm.models.config import LoopLMConfig
 
 # Ouro's config key -> ours, where the value carries over unchanged.
@@ -72,8 +72,15 @@ _PARTS = {
     "injection": "none",
     "state_init": "embedding",
     "exit_gate": True,
+    "residual_scale": 1.0,
+    "step_conditioning": False,
+    "state_noise": 0.0,
     "rope": "split_half",
     "mlp": "swiglu",
+    "qk_norm": False,
+    "qk_bias": False,
+    "bias": False,
+    "embed_scale": 1.0,
 }
 _LAYER_NAMES = {
     "attention_norms.pre": "input_layernorm",
@@ -137,14 +144,14 @@ def write_config(config: LoopLMConfig) -> dict[str, Any]:
     }
 
 
-def names(config: LoopLMConfig) -> dict[str, str]:
-    """Our tensor name -> Ouro's."""
+def tensors(config: LoopLMConfig) -> TensorTable:
+    """Ouro's tensor name -> ours, one to one."""
     layers = {
-        f"model.core.{layer}.{ours}.weight": f"model.layers.{layer}.{theirs}.weight"
+        f"model.layers.{layer}.{theirs}.weight": (f"model.core.{layer}.{ours}.weight",)
         for layer in range(config.core_layers)
         for ours, theirs in _LAYER_NAMES.items()
     }
-    return _GLOBAL_NAMES | layers
+    return {theirs: (ours,) for ours, theirs in _GLOBAL_NAMES.items()} | layers
 
 
 def _rope_theta(values: dict[str, Any]) -> float:
@@ -163,4 +170,4 @@ def _refusal(key: str, value: object) -> str:
     return f"the Ouro config has {key}={value!r}, which is not supported"
 
 
-OURO = Layout(model_type="ouro", read_config=read_config, write_config=write_config, names=names)
+OURO = Layout(model_type="ouro", read_config=read_config, write_config=write_config, tensors=tensors)
