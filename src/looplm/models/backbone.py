@@ -13,7 +13,7 @@ from transformers.utils.output_capturing import capture_outputs
 from looplm.models.block import Attention, Block
 from looplm.models.conditioning import LoopEmbedding, NoLoopEmbedding
 from looplm.models.config import LoopLMConfig
-from looplm.models.context import LoopContext, build_context, check_cache
+from looplm.models.context import AnyCache, LoopContext, build_context, check_cache, check_paged
 from looplm.models.exits import exit_loops
 from looplm.models.initialisation import initialise
 from looplm.models.injection import build_injection
@@ -181,7 +181,7 @@ class LoopLMModel(LoopLMPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: AnyCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         loops: int | None = None,
@@ -190,6 +190,7 @@ class LoopLMModel(LoopLMPreTrainedModel):
         state_seed: int = 0,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
+        **paged: Any,
     ) -> LoopModelOutput:
         """Run the loop on `input_ids` [B, S] (or `inputs_embeds` [B, S, D]).
 
@@ -202,13 +203,15 @@ class LoopLMModel(LoopLMPreTrainedModel):
             init_state: [B, S, D], the state before the first loop.
             state_seed: seed of the random start state and of state noise, where the config has them; they depend on it
                 and on each token's position alone.
+            paged: the index tensors that continuous batching passes; any other keyword is a TypeError.
             output_hidden_states, output_attentions: record every visit of every layer (transformers' recorder does).
         """
+        check_paged(paged)
         loops = check_loops(self.config.loops if loops is None else loops)
         embeds = self._embeddings(input_ids, inputs_embeds)
         cache = self._cache_for(cache, use_cache, loops)
         _check_mask(attention_mask, embeds, cache)
-        context = build_context(self.config, embeds, attention_mask, position_ids, cache, state_seed)
+        context = build_context(self.config, embeds, attention_mask, position_ids, cache, state_seed, paged)
         keep = loops_to_keep(keep_loops, loops)
         states, gate_logits = self.unroll(embeds, context, loops, keep | {loops}, init_state)
         hidden = self.readout(states[loops], context)
@@ -257,7 +260,7 @@ class LoopLMModel(LoopLMPreTrainedModel):
             raise ValueError(f"the input has shape {list(given.shape)}; expected [batch, tokens], at least one token")
         return self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
 
-    def _cache_for(self, cache: Cache | None, use_cache: bool | None, loops: int) -> Cache | None:
+    def _cache_for(self, cache: AnyCache | None, use_cache: bool | None, loops: int) -> AnyCache | None:
         if cache is not None:
             check_cache(cache, self.config, loops)
             return cache
@@ -289,9 +292,9 @@ def loops_to_keep(keep_loops: KeepLoops, loops: int) -> set[int]:
     return keep
 
 
-def _check_mask(attention_mask: Tensor | None, embeds: Tensor, cache: Cache | None) -> None:
+def _check_mask(attention_mask: Tensor | None, embeds: Tensor, cache: AnyCache | None) -> None:
     if attention_mask is None or attention_mask.ndim == 4:
         return
-    expected = [embeds.shape[0], embeds.shape[1] + (int(cache.get_seq_length()) if cache is not None else 0)]
+    expected = [embeds.shape[0], embeds.shape[1] + (int(cache.get_seq_length()) if isinstance(cache, Cache) else 0)]
     if list(attention_mask.shape) != expected:
         raise ValueError(f"attention_mask has shape {list(attention_mask.shape)}; expected {expected}")

@@ -1,11 +1,13 @@
 """The looped language model as a transformers model: backbone, head and generation."""
 
 import copy
+import inspect
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Cache, GenerationConfig, GenerationMixin
+from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import GenerationMode
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple
@@ -13,6 +15,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 
 from looplm.models.backbone import KeepLoops, LoopLMModel, LoopLMPreTrainedModel, check_loops
 from looplm.models.config import LoopLMConfig
+from looplm.models.context import AnyCache
 from looplm.models.outputs import LoopOutput, Trace
 
 
@@ -34,7 +37,7 @@ class LoopLMForCausalLM(LoopLMPreTrainedModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: AnyCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -45,11 +48,14 @@ class LoopLMForCausalLM(LoopLMPreTrainedModel, GenerationMixin):
         state_seed: int = 0,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        **paged: Any,
     ) -> LoopOutput:
         """Logits of the last loop; arguments as in `LoopLMModel.forward`.
 
         `labels` [B, S] (-100 masked) gives the shifted next-token loss of the last loop and nothing else: loop
-        objectives live in `looplm.objectives`. `logits_to_keep` limits the logits to the last positions.
+        objectives live in `looplm.objectives`. `num_items_in_batch` replaces the number of targets in that mean, as
+        Trainer asks when it accumulates. `logits_to_keep` limits the logits to the last positions.
         """
         out = self.model(
             input_ids,
@@ -64,10 +70,11 @@ class LoopLMForCausalLM(LoopLMPreTrainedModel, GenerationMixin):
             state_seed,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
+            **paged,
         )
         logits = self.lm_head(slice_logits_to_keep(out.last_hidden_state, logits_to_keep))
         return LoopOutput(
-            loss=None if labels is None else _next_token_loss(logits, labels),
+            loss=None if labels is None else _next_token_loss(logits, labels, num_items_in_batch),
             logits=logits,
             cache=out.cache,
             hidden_states=out.hidden_states,
@@ -93,6 +100,22 @@ class LoopLMForCausalLM(LoopLMPreTrainedModel, GenerationMixin):
         """[B, S, V], each token read at its own exit loop; `out` must keep all loops."""
         return self.lm_head(self.model.hidden_at_exit(out, q))
 
+    def generate_batch(self, inputs: list[list[int]], *args: Any, loops: int | None = None, **kwargs: Any) -> Any:
+        """Continuous batching as transformers does it, at the config's loops: its scheduler carries no depth.
+
+        Raises:
+            ValueError: if `loops` asks for another depth than the config's.
+        """
+        if loops is not None and check_loops(loops) != self.config.loops:
+            raise ValueError(
+                f"generate_batch runs the config's loops ({self.config.loops}); set model.config.loops = {loops} first"
+            )
+        known = set(inspect.signature(super().generate_batch).parameters) | {"max_new_tokens"}
+        unknown = sorted(set(kwargs) - known)
+        if unknown:
+            raise TypeError(f"generate_batch() got an unexpected keyword argument '{unknown[0]}'")
+        return super().generate_batch(inputs, *args, **kwargs)
+
     def _prepare_cache_for_generation(
         self,
         generation_config: GenerationConfig,
@@ -110,8 +133,9 @@ class LoopLMForCausalLM(LoopLMPreTrainedModel, GenerationMixin):
         )
 
 
-def _next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def _next_token_loss(logits: Tensor, labels: Tensor, num_items: int | Tensor | None) -> Tensor:
     """Mean cross-entropy over unmasked targets; 0 where all are masked."""
     targets = labels[:, 1:].flatten()
     nll = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=-100, reduction="sum")
-    return nll / (targets != -100).sum().clamp(min=1)
+    count = (targets != -100).sum() if num_items is None else torch.as_tensor(num_items, device=nll.device)
+    return nll / count.clamp(min=1)

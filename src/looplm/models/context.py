@@ -1,16 +1,21 @@
 """What one call of the model carries besides states: rotary tables, attention mask and the key/value store."""
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import Cache
+from transformers.generation.continuous_batching import PagedAttentionCache
+from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
 from transformers.masking_utils import create_causal_mask
 
 from looplm.models.config import LoopLMConfig
 from looplm.models.noise import position_noise
 from looplm.models.rotary import Tables, rotary_tables
+
+AnyCache = Cache | PagedAttentionCache
+_PAGED_ARGUMENTS = frozenset(PagedAttentionArgs.__annotations__)
 
 
 class KVStore(Protocol):
@@ -34,8 +39,8 @@ class CacheStore:
     Slots are ordered prelude, coda, then core loop by loop, so that more loops only append.
     """
 
-    def __init__(self, cache: Cache, config: LoopLMConfig) -> None:
-        self.cache = cache
+    def __init__(self, cache: AnyCache, config: LoopLMConfig) -> None:
+        self.cache: Any = cache
         self.config = config
 
     def slot(self, layer: int, loop: int) -> int:
@@ -50,6 +55,18 @@ class CacheStore:
     def update(self, key: Tensor, value: Tensor, layer: int, loop: int) -> tuple[Tensor, Tensor]:
         """Append to the slot of (layer, loop) and read all of it."""
         return self.cache.update(key, value, self.slot(layer, loop))
+
+
+class PagedStore(CacheStore):
+    """The same slots in transformers' paged cache, which continuous batching drives by index tensors of its own."""
+
+    def __init__(self, cache: PagedAttentionCache, config: LoopLMConfig, indices: dict[str, Any]) -> None:
+        super().__init__(cache, config)
+        self.indices = indices
+
+    def update(self, key: Tensor, value: Tensor, layer: int, loop: int) -> tuple[Tensor, Tensor]:
+        """Write this call's tokens to their pages and read every page of their requests."""
+        return self.cache.update(key, value, self.slot(layer, loop), kwargs=dict(self.indices))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +95,16 @@ class LoopContext:
 
 def build_context(
     config: LoopLMConfig, embeds: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None,
-    cache: Cache | None,
+    cache: AnyCache | None,
     state_seed: int = 0,
+    paged: dict[str, Any] | None = None,
 ) -> LoopContext:  # fmt: skip
     """The context of a call on `embeds` [B, S, D].
 
     `attention_mask` is 2-D [B, past + S] with 0 at padding on either side (or a prepared 4-D mask). Positions
     default to counting real tokens. Position ids that restart mark packed documents, which do not see each other.
     """
-    past_length = int(cache.get_seq_length()) if cache is not None else 0
+    past_length = int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
     packed = position_ids is not None and cache is None
     if position_ids is None:
         position_ids = _count_positions(embeds, attention_mask, past_length)
@@ -106,15 +124,16 @@ def build_context(
         mask=create_causal_mask(
             config=config, inputs_embeds=embeds, attention_mask=mask, cache=cache, position_ids=mask_positions
         ),
-        store=CacheStore(cache, config) if cache is not None else NoStore(),
+        store=_store(cache, config, paged or {}),
         past_length=past_length,
         state_seed=state_seed,
     )
 
 
-def check_cache(cache: Cache, config: LoopLMConfig, loops: int) -> None:
+def check_cache(cache: AnyCache, config: LoopLMConfig, loops: int) -> None:
     """Refuse a cache whose slots belong to another loop count; an empty growing cache fits any."""
-    held, needed = len(cache), config.prelude_layers + config.coda_layers + loops * config.core_layers
+    held = len(cache) if isinstance(cache, Cache) else len(cache.layer_to_allocator)
+    needed = config.prelude_layers + config.coda_layers + loops * config.core_layers
     if held in (0, needed):
         return
     bound, rest = divmod(held - config.prelude_layers - config.coda_layers, config.core_layers)
@@ -123,6 +142,19 @@ def check_cache(cache: Cache, config: LoopLMConfig, loops: int) -> None:
         f"the cache has {held} slots ({belongs}) but loops={loops} needs {needed}; "
         "start a new cache or call with the cache's own loops"
     )
+
+
+def check_paged(arguments: dict[str, Any]) -> None:
+    """Refuse keywords that are not continuous batching's own: a misspelt argument is never swallowed."""
+    unknown = sorted(set(arguments) - _PAGED_ARGUMENTS)
+    if unknown:
+        raise TypeError(f"forward() got an unexpected keyword argument '{unknown[0]}'")
+
+
+def _store(cache: AnyCache | None, config: LoopLMConfig, paged: dict[str, Any]) -> KVStore:
+    if cache is None:
+        return NoStore()
+    return CacheStore(cache, config) if isinstance(cache, Cache) else PagedStore(cache, config, paged)
 
 
 def _count_positions(embeds: Tensor, attention_mask: Tensor | None, past_length: int) -> Tensor:

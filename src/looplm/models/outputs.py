@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 
 from torch import Tensor
-from transformers import Cache
 from transformers.utils import ModelOutput
 
-from looplm.models.context import LoopContext
+from looplm.models.context import AnyCache, LoopContext
 from looplm.models.exits import exit_pdf
 
 
@@ -31,7 +30,7 @@ class LoopModelOutput(_ExitDistribution, ModelOutput):
 
     # Always set by the model; transformers wants a default for every field.
     last_hidden_state: Tensor = None  # ty: ignore[invalid-assignment]
-    cache: Cache | None = None
+    cache: AnyCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     gate_logits: Tensor | None = None
@@ -47,7 +46,7 @@ class LoopOutput(_ExitDistribution, ModelOutput):
 
     loss: Tensor | None = None
     logits: Tensor = None  # ty: ignore[invalid-assignment]
-    cache: Cache | None = None
+    cache: AnyCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     gate_logits: Tensor | None = None
