@@ -1,6 +1,9 @@
 """Shared fixtures: golden checkpoints, tiny models, determinism set once."""
 
+import os
 from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # nothing may need a hub, and no test may ask one
 
 import pytest
 import torch

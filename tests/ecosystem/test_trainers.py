@@ -83,7 +83,6 @@ def test_lora_trains_merges_saves_and_reloads(model, tmp_path):
     ids = random_ids(4, 10, vocab=200)
     looplm.save(model, tmp_path / "base")
     base = looplm.load(tmp_path / "base")
-    base.config.name_or_path = str(tmp_path / "base")
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
     adapted = get_peft_model(base, lora)
     optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)

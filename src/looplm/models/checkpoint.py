@@ -29,6 +29,7 @@ def load(path_or_id: str | Path, dtype: str | torch.dtype = "float32", device: s
     """
     folder = find_folder(path_or_id)
     layout, config = read_layout(folder)
+    config.name_or_path = str(path_or_id)  # PEFT and TRL open the base model again by it
     with torch.device("meta"):
         model = LoopLMForCausalLM(config)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
