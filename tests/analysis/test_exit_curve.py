@@ -65,6 +65,9 @@ def test_decoding_stops_at_the_end_token_and_samples_by_seed():
     model.config.eos_token_id = first
     assert [token.token for token in decode_with_exits(model, ids, 0.5, 8)] == [first]
     model.config.eos_token_id = None
+    model.generation_config.eos_token_id = [60, first]
+    assert [token.token for token in decode_with_exits(model, ids, 0.5, 8)] == [first]
+    model.generation_config.eos_token_id = None
 
     def sample(seed):
         generator = torch.Generator().manual_seed(seed)

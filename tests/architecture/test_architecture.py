@@ -70,7 +70,10 @@ def test_imports_inside_functions_only_in_the_command_line():
         assert not inside, file
 
 
-def test_the_readme_names_every_room():
+def test_the_readme_names_every_room_and_file_and_has_no_blanks():
     readme = (ROOT / "README.md").read_text()
+    assert not re.search(r"\b[A-Z]+_[A-Z_]+\b", readme)
+    assert all(file.name in readme for file in FILES if file.stem not in ("__init__", "__main__"))
+    assert not [name for name in re.findall(r"\]\((docs/[^)]+)\)", readme) if not (ROOT / name).exists()]
     for room in (path for path in (ROOT / "src" / "looplm").iterdir() if path.is_dir() and path.name != "__pycache__"):
         assert f"{room.name}/" in readme

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import looplm
 from conftest import tiny_config
-from looplm.cli.main import app
+from looplm.cli.main import app, main
 from looplm.data.tokenizer import train_tokenizer
 
 runner = CliRunner()
@@ -98,6 +98,27 @@ def test_mistakes_end_in_one_line(checkpoint, ouro_folder, tmp_path, arguments, 
     assert done.output.startswith("looplm: ")
     assert done.output.count("\n") == 1
     assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "x"], "Missing argument"),
+        (["generate", "x", "y", "--exit", "2"], "Invalid value for '--exit'"),
+        (["generate", "x", "y", "--lops", "2"], "No such option"),
+        (["frobnicate"], "No such command 'frobnicate'"),
+        (["generate", "x", "y", "--seed", "9" * 30], "Invalid value for '--seed'"),
+    ],
+)
+def test_usage_mistakes_end_in_one_line_too(monkeypatch, capsys, arguments, message):
+    monkeypatch.setattr(sys, "argv", ["looplm", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("looplm: ")
+    assert message in printed
+    assert printed.count("\n") == 1
 
 
 @pytest.mark.parametrize(

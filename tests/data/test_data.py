@@ -54,6 +54,8 @@ def test_files_and_folders(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="not UTF-8"):
         read_documents(tmp_path / "binary")
+    with pytest.warns(UserWarning, match="left out 1 files that are not UTF-8 text"):
+        assert read_documents(tmp_path) == ["first", "second", "third"]
 
 
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=12)

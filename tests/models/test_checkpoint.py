@@ -82,6 +82,8 @@ def test_a_misshapen_tensor_is_named(folder):
         {"hidden_act": "gelu"},
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
         {"rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+        {"rope_parameters": {"type": "linear", "factor": 4.0}},
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
         {"use_sliding_window": True},
         {"sliding_window": 128},
         {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
@@ -190,3 +192,26 @@ def test_other_parts_cannot_be_saved_as_ouro(tmp_path):
 def test_a_dtype_that_is_none_is_refused(folder, dtype):
     with pytest.raises(ValueError, match=f"dtype='{dtype}'"):
         looplm.load(folder, dtype=dtype)
+
+
+def test_two_rotary_bases_that_differ_are_refused(folder):
+    change_config(folder, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    with pytest.raises(ValueError, match=r"two values of rope_theta, 500000.0 and 1000000.0"):
+        looplm.load(folder)
+    change_config(folder, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    assert looplm.load(folder).config.rope_theta == 1e6
+
+
+def test_pickles_are_never_read(tmp_path):
+    model = tiny_model()
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match="safetensors"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="safetensors only"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, use_safetensors=False)
+
+
+def test_an_unknown_device_is_refused(folder):
+    with pytest.raises(ValueError, match="device='foo'"):
+        looplm.load(folder, device="foo")

@@ -1,11 +1,13 @@
 """The forward's contract: what it returns, the labels loss, and errors that name the input."""
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
 from conftest import random_ids, tiny_config, tiny_model
 from looplm import LoopLMConfig, LoopLMForCausalLM
+from looplm.models.tokens import end_token_ids
 
 
 @torch.no_grad()
@@ -170,3 +172,67 @@ def test_tied_heads_share_storage():
     assert model.lm_head.weight is model.model.embed_tokens.weight
     out = model(random_ids(1, 4))
     torch.testing.assert_close(out.logits, F.linear(out.states[3], model.model.embed_tokens.weight))
+
+
+@torch.no_grad()
+def test_exits_need_every_loop():
+    model, ids = tiny_model(), random_ids(1, 5)
+    for keep in ([1, 2], [], "last"):
+        with pytest.raises(ValueError, match="exits read any of 3 loops, but only"):
+            model.logits_at_exit(model(ids, keep_loops=keep), 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_autocast_leaves_the_gate_in_float32(dtype):
+    model, ids = tiny_model().to(dtype), random_ids(1, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(ids, keep_loops="all")
+    assert out.gate_logits.dtype == torch.float32
+    gate = model.model.exit_gate
+    wanted = out.states[2].float() @ gate.weight.float().T + gate.bias.float()
+    torch.testing.assert_close(out.gate_logits[..., 1], wanted.squeeze(-1))
+
+
+@torch.no_grad()
+def test_whole_numbers_of_any_kind_are_loops():
+    model, ids = tiny_model(), random_ids(1, 4)
+    for loops in (np.int64(2), torch.tensor(2)):
+        assert torch.equal(model(ids, loops=loops).logits, model(ids, loops=2).logits)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"loops": [4]}, {"exit_gate": [1]}, {"norm_eps": [1]}, {"rope_theta": float("nan")}]
+)
+def test_lists_and_nans_are_no_numbers(changes):
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        tiny_config(**changes)
+    assert tiny_config(eos_token_id=[1, 2]).eos_token_id == [1, 2]
+
+
+@torch.no_grad()
+def test_a_double_model_has_a_double_loss():
+    model, ids = tiny_model().double(), random_ids(1, 5)
+    assert model(ids, labels=ids).loss.dtype == torch.float64
+
+
+@torch.no_grad()
+def test_the_whole_forward_compiles():
+    model, ids = tiny_model(), random_ids(1, 5)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(ids).logits, model(ids).logits)
+    assert len(compiled(ids).cache) == 6
+
+
+def test_end_tokens_are_the_union_of_all_sources(caplog):
+    """Field report R01."""
+    model = tiny_model(eos_token_id=2)
+    model.generation_config.eos_token_id = [2, 5]
+    assert end_token_ids(model, tokenizer_eos=0) == {0, 2, 5}
+    assert "end tokens differ (config [2], generation config [2, 5], tokenizer [0])" in caplog.text
+    caplog.clear()
+    model.generation_config.eos_token_id = None
+    assert end_token_ids(model, tokenizer_eos=2) == {2}
+    assert not caplog.text
+    model.config.eos_token_id = None
+    assert end_token_ids(model) == set()

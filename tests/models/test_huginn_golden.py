@@ -126,7 +126,7 @@ def test_takase_initialisation():
         assert weight.abs().max() <= 3 * wide / cut + 1e-6
     for weight in (block.attention.o_proj.weight, block.mlp.down_proj.weight, block.mlp.up_proj.weight):
         assert weight.std().item() == pytest.approx(narrow, rel=0.02)
-    assert (block.attention.q_adjust.bias == 0).all()
+    assert (block.attention.q_proj.bias == 0).all()
     assert (block.mlp_norms.post.weight == 1).all()
 
 

@@ -5,7 +5,7 @@ import torch
 
 from conftest import random_ids, tiny_model
 
-ATTENTION = ["sdpa", "eager"]
+ATTENTION = ["sdpa", "eager", "flex_attention"]
 
 
 @pytest.mark.parametrize("attention", ATTENTION)
@@ -37,7 +37,7 @@ def test_packed_documents_do_not_see_each_other(attention, masked):
     ids = torch.cat([*documents, pad] if masked else documents, 1)
     positions = torch.cat([torch.arange(n) for n in ((5, 1, 7, 3) if masked else (5, 1, 7))])[None]
     mask = (ids != 0).long() if masked else None
-    packed = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    packed = model(ids, attention_mask=mask, position_ids=positions).logits  # by default arguments: no cache is built
     assert packed.isfinite().all()
     alone = torch.cat([model(document).logits for document in documents], 1)
     torch.testing.assert_close(packed[:, :13], alone, atol=2e-5, rtol=1e-4)
@@ -49,7 +49,7 @@ def test_padding_may_lie_before_packed_documents():
     ids = torch.cat([torch.zeros(1, 3, dtype=torch.long), *documents], 1)
     for pad_positions in ([0, 0, 0], [0, 1, 2], [1, 1, 1]):
         positions = torch.tensor([[*pad_positions, *range(4), *range(6)]])
-        packed = model(ids, attention_mask=(ids != 0).long(), position_ids=positions, use_cache=False).logits[:, 3:]
+        packed = model(ids, attention_mask=(ids != 0).long(), position_ids=positions).logits[:, 3:]
         alone = torch.cat([model(document).logits for document in documents], 1)
         torch.testing.assert_close(packed, alone, atol=2e-5, rtol=1e-4)
 
@@ -71,3 +71,15 @@ def test_left_padding_without_given_positions_counts_real_tokens():
 def test_a_misshapen_mask_is_refused():
     with pytest.raises(ValueError, match=r"attention_mask has shape \[1, 3\]; expected \[1, 4\]"):
         tiny_model()(random_ids(1, 4), attention_mask=torch.ones(1, 3))
+
+
+@torch.no_grad()
+def test_packed_documents_share_no_cache():
+    model, ids = tiny_model(), random_ids(1, 7)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    assert model(ids, position_ids=positions).cache is None
+    for arguments in ({"use_cache": True}, {"cache": model(ids).cache}):
+        with pytest.raises(ValueError, match="packed documents"):
+            model(ids, position_ids=positions, **arguments)
+    cache = model(ids, position_ids=torch.arange(7)[None], use_cache=True).cache
+    assert model(ids[:, :2], position_ids=torch.tensor([[7, 8]]), cache=cache).cache.get_seq_length() == 9

@@ -188,14 +188,19 @@ def test_without_positions_the_order_of_the_past_does_not_matter():
 
 
 @torch.no_grad()
-def test_query_and_key_adjustments_by_formula():
-    model, ids = trained(tiny_model(qk_norm=True, qk_bias=True, num_key_value_heads=2)), random_ids(1, 4)
-    adjust = model.model.core[0].attention.q_adjust
-    x = torch.randn(1, 4, 4, 8, generator=torch.Generator().manual_seed(0))
-    normed = x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * adjust.norm.weight
-    torch.testing.assert_close(adjust(x), normed + adjust.bias, atol=1e-5, rtol=1e-5)
-    assert model.model.core[0].attention.k_adjust.bias.shape == (1, 1, 2, 8)
-    assert model(ids).logits.isfinite().all()
+def test_query_and_key_norms_and_biases(monkeypatch):
+    model = trained(tiny_model(qk_norm=True, qk_bias=True, num_key_value_heads=2, rope="none", core_layers=1, loops=1))
+    attention, seen = model.model.core[0].attention, {}
+    monkeypatch.setattr(attention, "rotate", lambda x, _: seen.setdefault(x.shape[1], x))
+    hooked = attention.register_forward_pre_hook(lambda _, inputs: seen.update(x=inputs[0]))
+    model(random_ids(1, 4))
+    hooked.remove()
+    for heads, project, norm in ((4, attention.q_proj, attention.q_norm), (2, attention.k_proj, attention.k_norm)):
+        plain = (seen["x"] @ project.weight.T + project.bias).unflatten(-1, (heads, 8))
+        wanted = plain / (plain.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
+        torch.testing.assert_close(seen[heads], wanted.transpose(1, 2), atol=1e-5, rtol=1e-5)
+    assert attention.v_proj.bias is None
+    assert attention.o_proj.bias is None
 
 
 @torch.no_grad()
@@ -269,8 +274,8 @@ def test_one_loop_without_injection_equals_a_plain_decoder():
         ({"state_init": "zero"}, "state_init='zero' with injection='none'"),
         ({"inject_once": True}, "inject_once=True needs an injection"),
         ({"state_noise": -1.0}, "state_noise=-1.0 must not be negative"),
-        ({"state_std": 0.0}, "state_std=0.0 must be above 0"),
-        ({"residual_scale": 0.0}, "residual_scale=0.0 must be above 0"),
+        ({"state_std": 0.0}, "state_std=0.0 must be a number above 0"),
+        ({"residual_scale": 0.0}, "residual_scale=0.0 must be a number above 0"),
         ({"rope": "alibi"}, "rope='alibi' is not supported; choose one of 'split_half', 'adjacent'"),
         ({"norm": "batch"}, "norm='batch'"),
     ],

@@ -89,6 +89,12 @@ def test_misshapen_weights_are_refused():
         linear_cross_entropy(hidden, head, targets, weights.T)
 
 
+def test_too_many_rows_are_refused():
+    hidden, head, targets, weights = problem()
+    with pytest.raises(ValueError, match="hidden states have 11 rows, the targets 5"):
+        linear_cross_entropy(hidden, head, targets[:5], weights[:, :5])
+
+
 def test_memory_does_not_grow_with_loops(monkeypatch):
     """N = 512 tokens, D = 64, V = 4,096, chunks of 128 rows: 1 to 8 loops, beyond hidden states and their gradients."""
     monkeypatch.setattr(linear_ce, "_CHUNK_ELEMENTS", 128 * 4096)

@@ -180,3 +180,37 @@ def test_each_objective_lowers_its_own_loss(objective):
 def test_an_unknown_label_is_refused():
     with pytest.raises(ValueError, match="label='future'"):
         GateRegression(label="future")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("objective", [ExpectedLoss(), GateRegression()])
+def test_objectives_work_under_autocast(objective, dtype):
+    model, ids = tiny_model(initializer_range=0.05).to(dtype), random_ids(2, 6)
+    exact, _ = objective(model, trace_of(model, ids), {"labels": ids})
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = objective(model, trace_of(model, ids), {"labels": ids})
+    loss.backward()
+    torch.testing.assert_close(loss, exact, atol=0.05, rtol=0.05)
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("keep", [[1, 2], [2, 3], [1, 3], [3]])
+@pytest.mark.parametrize("objective", [ExpectedLoss(), GateRegression()])
+def test_a_trace_without_every_loop_is_refused(objective, keep):
+    model, ids = tiny_model(), random_ids(1, 4)
+    trace = model.model(ids, keep_loops=keep, use_cache=False)
+    with pytest.raises(ValueError, match="reads every loop, but the trace kept"):
+        objective(model, trace, {"labels": ids})
+
+
+@pytest.mark.parametrize("objective", [ExpectedLoss(), GateRegression()])
+def test_a_model_without_a_gate_is_refused(objective):
+    model, ids = tiny_model(exit_gate=False), random_ids(1, 4)
+    with pytest.raises(ValueError, match="exit_gate=True"):
+        objective(model, trace_of(model, ids), {"labels": ids})
+
+
+def test_one_loop_has_no_gain():
+    model, ids = tiny_model(), random_ids(1, 4)
+    with pytest.raises(ValueError, match="loops of at least 2"):
+        GateRegression()(model, model.model(ids, loops=1, keep_loops="all", use_cache=False), {"labels": ids})

@@ -91,3 +91,27 @@ def test_the_benchmark_measures_both_methods():
     assert plain.peak_bytes > 4 * 64 * 2048 * 4
     assert 64 * 2048 * 4 < chunked.peak_bytes < plain.peak_bytes / 2
     assert min(chunked.seconds, plain.seconds) > 0
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.text=null", "leave both in data"),
+        ("loops=1", "loops of at least 2"),
+        ("out=x", "use --out"),
+        ("data.compose.task.max_hops=8", "at most 6 hops"),
+        ("data.compose.task.held_out=0.00001", "no 3-hop question is held out"),
+        ("stepz=1", "unknown key 'stepz'"),
+    ],
+)
+def test_what_cannot_be_shown_is_said_before_training(tmp_path, override, message):
+    with pytest.raises(ValueError, match=message):
+        run_demo(tmp_path / "demo", None, (override,))
+    assert not (tmp_path / "demo").exists()
+
+
+def test_a_demo_in_a_folder_with_an_awkward_name(tmp_path):
+    first, second = demo_recipes(tmp_path / "d #1: x", "2024")
+    assert first.out == str(tmp_path / "d #1: x" / "stage1")
+    assert second.init_from == first.out
+    assert first.data.text.path == second.data.text.path == "2024"

@@ -1,5 +1,6 @@
 """The compose task: its world, its split and its marking."""
 
+import random
 from collections import Counter
 
 import pytest
@@ -48,12 +49,12 @@ def test_examples_are_a_pure_function_of_the_seed():
 
 
 def test_the_splits_never_meet_and_hops_are_even():
-    train = [Compose().example(seed) for seed in range(4000)]
-    test = [Compose(split="test").example(seed) for seed in range(500)]
+    train = [Compose(held_out=0.3).example(seed) for seed in range(4000)]
+    test = [Compose(held_out=0.3, split="test").example(seed) for seed in range(500)]
     assert not {e.prompt for e in train} & {e.prompt for e in test}
     assert {e.difficulty for e in test} == {3, 4}
     counts = Counter(e.difficulty for e in train)
-    assert all(800 < counts[hops] < 1200 for hops in (1, 2, 3, 4))
+    assert all(900 < counts[hops] < 1100 for hops in (1, 2, 3, 4))
 
 
 @pytest.mark.parametrize(
@@ -68,3 +69,19 @@ def test_the_splits_never_meet_and_hops_are_even():
 def test_worlds_that_make_no_sense_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         Compose(**changes)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_world_without_such_a_question_says_so(split):
+    """Instead of searching for ever."""
+    held_out = 0.01 if split == "test" else 0.999
+    task = Compose(entities=2, relations=1, max_hops=3, held_out=held_out, split=split)
+    three_hops = next(seed for seed in range(100) if _hops_drawn(task, seed) == 3)
+    with pytest.raises(ValueError, match=f"no 3-hop question of the {split} split"):
+        task.example(three_hops)
+
+
+def _hops_drawn(task, seed):
+    """The hop count of question `seed`: the first draw, which no rejection follows."""
+    generator = random.Random(f"{task.world_seed}/{task.split}/{seed}")
+    return generator.randint(3 if task.split == "test" else 1, task.max_hops)

@@ -226,6 +226,10 @@ def test_weight_decay_leaves_norms_and_biases_alone(recipe_file):
         ("steps=0", "steps: Input should be greater than 0"),
         ("objective.kind=none", "objective: .*'expected_loss', 'gate_regression'"),
         ("init_from=elsewhere", "exactly one of model"),
+        ("model.vocab_size=5", "set vocab_size instead"),
+        ("objective.beta=nan", "objective.beta: Input should be a finite number"),
+        ("objective={kind: gate_regression,beta: 1}", "unknown key 'objective.beta'"),
+        ("model=[1,2]", "cannot be read as a recipe"),
         ("data.compose.task.entities=0", "entities of at least 1"),
         ("steps", "not of the form a.b=value"),
         ("data={length: 8}", None),
@@ -253,7 +257,16 @@ def test_recipes_that_cannot_be_read(tmp_path):
 
 @pytest.mark.parametrize(
     "override",
-    ["data.text.path=/nowhere", "model.hiden_size=8", "vocab_size=100", "model.num_attention_heads=5", "data.length=3"],
+    [
+        "data.text.path=/nowhere",
+        "model.hiden_size=8",
+        "vocab_size=100",
+        "model.num_attention_heads=5",
+        "data.length=3",
+        "model.exit_gate=false",
+        "model.loops=[4]",
+        "data.compose.task.held_out=0.0001",
+    ],
 )
 def test_a_run_that_cannot_start_writes_nothing(recipe_file, tmp_path, override):
     with pytest.raises(ValueError):  # noqa: PT011  (each names its own input)
@@ -265,6 +278,31 @@ def test_another_recipe_in_the_same_folder_is_refused(recipe_file, tmp_path):
     train(recipe_at(recipe_file, tmp_path / "run", "steps=2"))
     with pytest.raises(ValueError, match=r"another recipe \(optimizer.lr differs\)"):
         train(recipe_at(recipe_file, tmp_path / "run", "steps=2", "optimizer.lr=0.1"))
+
+
+def test_the_same_folder_by_another_path_is_the_same_run(recipe_file, tmp_path, monkeypatch):
+    first = train(recipe_at(recipe_file, tmp_path / "run", "steps=2"))
+    monkeypatch.chdir(tmp_path)
+    assert train(recipe_at(recipe_file, "./run", "steps=2")).step == first.step
+
+
+def test_a_damaged_recipe_is_named(recipe_file, tmp_path):
+    train(recipe_at(recipe_file, tmp_path / "run", "steps=2"))
+    (tmp_path / "run" / "recipe.json").write_text("{")
+    with pytest.raises(ValueError, match=r"recipe.json is damaged"):
+        train(recipe_at(recipe_file, tmp_path / "run", "steps=2"))
+
+
+def test_strays_are_no_checkpoints(recipe_file, tmp_path):
+    done = train(recipe_at(recipe_file, tmp_path / "run", "steps=2"))
+    (done.checkpoint.parent / "step-junk").write_text("")
+    (done.checkpoint.parent / "step-00000099").mkdir()
+    assert run.latest_checkpoint(tmp_path / "run") == done.checkpoint
+
+
+def test_values_are_taken_as_they_are(recipe_file):
+    recipe = load_recipe(recipe_file, [], {"out": "d #1: x", "data.text.path": "2024"})
+    assert (recipe.out, recipe.data.text.path) == ("d #1: x", "2024")
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run(recipe_file, tmp_path):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from looplm.models import LoopLMForCausalLM
+from looplm.models.tokens import end_token_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +24,10 @@ def decode_with_exits(
 ) -> list[ExitToken]:  # fmt: skip
     """Continue one prompt [1, S]; each token comes from the logits of the first loop whose exit CDF reaches `q`.
 
-    Greedy at temperature 0, else sampled. Stops at the end-of-text token, which is included.
+    Greedy at temperature 0, else sampled. Stops at any end token (`end_token_ids`), which is included.
     """
     made: list[ExitToken] = []
+    ends = end_token_ids(model)
     cache, new = None, input_ids
     while len(made) < max_new_tokens:
         out = model(new, cache=cache, use_cache=True, loops=loops, keep_loops="all", logits_to_keep=1)
@@ -36,6 +38,6 @@ def decode_with_exits(
         else:
             new = logits.argmax(-1, keepdim=True)
         made.append(ExitToken(token=int(new), loop=int(model.exit_loops(out, q)[0, -1])))
-        if made[-1].token == model.config.eos_token_id:
+        if made[-1].token in ends:
             break
     return made

@@ -8,6 +8,7 @@ from looplm.analysis.exit_decoding import decode_with_exits
 from looplm.cli.paths import open_checkpoint
 from looplm.data.tokenizer import load_tokenizer
 from looplm.models import load
+from looplm.models.tokens import end_token_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,7 @@ def continue_prompt(
     else:
         torch.manual_seed(seed)
         sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-        whole = model.generate(ids, max_new_tokens=max_tokens, loops=loops, **sampling)
+        ends = sorted(end_token_ids(model, tokenizer.eos_token_id)) or None
+        whole = model.generate(ids, max_new_tokens=max_tokens, loops=loops, eos_token_id=ends, **sampling)
         tokens, depths = whole[0, ids.shape[1] :].tolist(), None
     return Continuation(text=str(tokenizer.decode(tokens)), tokens=tokens, loops_per_token=depths)

@@ -31,7 +31,7 @@ def describe(checkpoint: str, loops: str) -> dict[str, Any]:
     if checkpoint in PRESETS:
         layout, config = "preset", PRESETS[checkpoint]()
     else:
-        found, config = read_layout(open_checkpoint(checkpoint))
+        found, config = read_layout(open_checkpoint(checkpoint, weights=False))
         layout = found.model_type
     return {
         "parameters": count_parameters(config),

@@ -1,6 +1,7 @@
 """`looplm <verb>`: each verb parses its arguments, calls one function and prints."""
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -20,6 +21,7 @@ app.add_typer(bench, name="bench")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 INTERRUPTED = 130
+USAGE_ERROR = typer.BadParameter.__mro__[1]  # click's own, which typer exports under this name alone
 
 
 @app.command()
@@ -65,7 +67,7 @@ def generate(
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to make at most.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt."""
@@ -156,4 +158,13 @@ def main() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    app()
+    try:
+        code = app(standalone_mode=False)
+    except USAGE_ERROR as error:  # ty: ignore[invalid-exception-caught]
+        message = " ".join(error.format_message().split())
+        if message:  # empty where the help itself was shown
+            typer.echo(f"looplm: {message} (see --help)", err=True)
+        code = 2
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    sys.exit(code)

@@ -1,5 +1,6 @@
 """The looped backbone: five verbs (embed, init_state, step, readout, gate), composed by `unroll`."""
 
+import operator
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -7,13 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.output_capturing import capture_outputs
 
 from looplm.models.block import Attention, Block
 from looplm.models.conditioning import LoopEmbedding, NoLoopEmbedding
 from looplm.models.config import LoopLMConfig
-from looplm.models.context import AnyCache, LoopContext, build_context, check_cache, check_paged
+from looplm.models.context import AnyCache, LoopContext, build_context, check_cache, check_paged, is_packed
 from looplm.models.exits import exit_loops
 from looplm.models.initialisation import initialise
 from looplm.models.injection import build_injection
@@ -47,6 +49,8 @@ class LoopLMPreTrainedModel(PreTrainedModel):
 
         Folders in Ouro's and Huginn's released layouts open too; their configs are translated, no remote code is run.
         """
+        if not kwargs.setdefault("use_safetensors", True):
+            raise ValueError("use_safetensors=False: looplm reads safetensors only")
         source = pretrained_model_name_or_path
         if source is not None and "state_dict" not in kwargs and _is_foreign(source, kwargs):
             config, kwargs["state_dict"] = cls._read_foreign(source)
@@ -63,6 +67,17 @@ class LoopLMPreTrainedModel(PreTrainedModel):
                     f"{pretrained_model_name_or_path} {problem} tensor '{min(names)}' ({len(names)} in all)"
                 )
         return (model, info) if output_loading_info else model
+
+    @classmethod
+    def prepare_distribute_model(cls, distributed_config=None, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; pipeline stages are refused, since a loop would pass through all of them every time."""
+        stages = getattr(distributed_config, "pp_size", None) or 1
+        if stages > 1:
+            raise ValueError(
+                f"pp_size={stages}: a looped core passes its layers again in every loop, which pipeline stages cannot; "
+                "use tp_size or fsdp_size"
+            )
+        return super().prepare_distribute_model(distributed_config, *args, **kwargs)
 
     @classmethod
     def _read_foreign(cls, source: str) -> tuple[LoopLMConfig, dict[str, Tensor]]:
@@ -155,7 +170,8 @@ class LoopLMModel(LoopLMPreTrainedModel):
         hidden = self._normed(state)
         wide = hidden if hidden.dtype == torch.float64 else hidden.float()
         weight, bias = self.exit_gate.weight.to(wide.dtype), self.exit_gate.bias.to(wide.dtype)
-        return F.linear(wide, weight, bias).squeeze(-1)
+        with torch.autocast(wide.device.type, enabled=False):
+            return F.linear(wide, weight, bias).squeeze(-1)
 
     def unroll(
         self, embeds: Tensor, context: LoopContext, loops: int, keep: set[int], init_state: Tensor | None = None
@@ -209,7 +225,8 @@ class LoopLMModel(LoopLMPreTrainedModel):
         check_paged(paged)
         loops = check_loops(self.config.loops if loops is None else loops)
         embeds = self._embeddings(input_ids, inputs_embeds)
-        cache = self._cache_for(cache, use_cache, loops)
+        packed = not isinstance(cache, PagedAttentionCache) and is_packed(position_ids, attention_mask)
+        cache = self._cache_for(cache, use_cache, loops, packed)
         _check_mask(attention_mask, embeds, cache)
         context = build_context(self.config, embeds, attention_mask, position_ids, cache, state_seed, paged)
         keep = loops_to_keep(keep_loops, loops)
@@ -240,7 +257,12 @@ class LoopLMModel(LoopLMPreTrainedModel):
     def hidden_at_exit(self, out: Trace, q: float) -> Tensor:
         """[B, S, D]: each token's hidden at its own exit loop; `out` must keep all loops."""
         chosen = self.exit_loops(out, q)
-        last = max(out.states)
+        assert out.gate_logits is not None
+        last = out.gate_logits.shape[-1]
+        if len(out.states) < last:
+            raise ValueError(
+                f"exits read any of {last} loops, but only {sorted(out.states)} were kept; keep_loops='all'"
+            )
         hidden = self.hidden_at(out, last)
         for loop in range(1, last):
             hidden = torch.where((chosen == loop)[..., None], self.hidden_at(out, loop), hidden)
@@ -260,22 +282,30 @@ class LoopLMModel(LoopLMPreTrainedModel):
             raise ValueError(f"the input has shape {list(given.shape)}; expected [batch, tokens], at least one token")
         return self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
 
-    def _cache_for(self, cache: AnyCache | None, use_cache: bool | None, loops: int) -> AnyCache | None:
+    def _cache_for(self, cache: AnyCache | None, use_cache: bool | None, loops: int, packed: bool) -> AnyCache | None:
+        if packed and (cache is not None or use_cache):
+            raise ValueError(
+                "packed documents (position_ids that restart) share no cache; call with use_cache=False and no cache"
+            )
         if cache is not None:
             check_cache(cache, self.config, loops)
             return cache
         # A training step never reads its keys again, and loops x layers slots would be the larger waste.
-        wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
+        wanted = self.config.use_cache and not self.training and not packed if use_cache is None else use_cache
         if wanted and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             raise ValueError("use_cache=True does not go with gradient checkpointing, which runs each block twice")
-        return DynamicCache(config=self.config.at_loops(loops)) if wanted else None
+        return DynamicCache() if wanted else None  # it grows to loops x layers slots
 
 
 def check_loops(loops: int) -> int:
-    """`loops` itself, if it is a count of at least one."""
-    if not isinstance(loops, int) or isinstance(loops, bool) or loops < 1:
+    """`loops` as an int, if it is a count of at least one (numpy's and torch's integers are fine)."""
+    try:
+        count = 0 if isinstance(loops, bool) else operator.index(loops)
+    except TypeError:
+        count = 0
+    if count < 1:
         raise ValueError(f"loops={loops!r} must be a whole number of at least 1")
-    return loops
+    return count
 
 
 def loops_to_keep(keep_loops: KeepLoops, loops: int) -> set[int]:
@@ -285,6 +315,8 @@ def loops_to_keep(keep_loops: KeepLoops, loops: int) -> set[int]:
         if keep_loops not in named:
             raise ValueError(f"keep_loops={keep_loops!r} must be 'last', 'all' or a list of loops")
         return named[keep_loops]
+    if not isinstance(keep_loops, Iterable):
+        raise ValueError(f"keep_loops={keep_loops!r} must be 'last', 'all' or a list of loops")
     keep = set(keep_loops)
     outside = sorted(loop for loop in keep if loop not in range(1, loops + 1))
     if outside:

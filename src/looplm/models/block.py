@@ -54,11 +54,14 @@ class Attention(nn.Module):
         self.scaling = config.head_dim**-0.5
         self.rotate = ROTATIONS[config.rope]
         heads, key_heads, width = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
-        self.q_proj = nn.Linear(width, heads * config.head_dim, bias=config.bias)
-        self.k_proj = nn.Linear(width, key_heads * config.head_dim, bias=config.bias)
+        query_bias = config.bias or config.qk_bias
+        self.q_proj = nn.Linear(width, heads * config.head_dim, bias=query_bias)
+        self.k_proj = nn.Linear(width, key_heads * config.head_dim, bias=query_bias)
         self.v_proj = nn.Linear(width, key_heads * config.head_dim, bias=config.bias)
         self.o_proj = DampedLinear(heads * config.head_dim, width, bias=config.bias)
-        self.q_adjust, self.k_adjust = (HeadAdjustment(config, count) for count in (heads, key_heads))
+        self.q_norm, self.k_norm = (
+            RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
+        )
 
     def forward(self, x: Tensor, layer: int, loop: int, context: LoopContext) -> tuple[Tensor, Tensor | None]:
         """x [B, S, D] -> [B, S, D], and the weights where the implementation gives them.
@@ -68,26 +71,12 @@ class Attention(nn.Module):
         query, key, value = (
             project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = self.q_adjust(query).transpose(1, 2), self.k_adjust(key).transpose(1, 2)
+        query, key = self.q_norm(query).transpose(1, 2), self.k_norm(key).transpose(1, 2)
         query, key = self.rotate(query, context.rotary), self.rotate(key, context.rotary)
         key, value = context.store.update(key, value.transpose(1, 2), layer, loop)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, math_attention)
         out, weights = attend(self, query, key, value, context.mask, dropout=0.0, scaling=self.scaling)
         return self.o_proj(out.flatten(-2)), weights
-
-
-class HeadAdjustment(nn.Module):
-    """What queries or keys pass before rotation: a norm per head (qk_norm) and a bias (qk_bias), where asked for."""
-
-    def __init__(self, config: LoopLMConfig, heads: int) -> None:
-        super().__init__()
-        self.norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.bias = nn.Parameter(torch.zeros(1, 1, heads, config.head_dim)) if config.qk_bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, S, heads, head_dim], same shape out."""
-        x = self.norm(x)
-        return x if self.bias is None else x + self.bias
 
 
 class ResidualNorms(nn.Module):

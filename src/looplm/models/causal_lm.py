@@ -22,6 +22,8 @@ from looplm.models.outputs import LoopOutput, Trace
 class LoopLMForCausalLM(LoopLMPreTrainedModel, GenerationMixin):
     """`LoopLMModel` with a language-model head that can read any loop."""
 
+    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
+    _fsdp_plan = {"lm_head": "keep_full_weight"}  # noqa: RUF012
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: LoopLMConfig) -> None:
@@ -133,9 +135,13 @@ class LoopLMForCausalLM(LoopLMPreTrainedModel, GenerationMixin):
         )
 
 
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def _next_token_loss(logits: Tensor, labels: Tensor, num_items: int | Tensor | None) -> Tensor:
     """Mean cross-entropy over unmasked targets; 0 where all are masked."""
     targets = labels[:, 1:].flatten()
-    nll = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=-100, reduction="sum")
+    nll = F.cross_entropy(_wide(logits[:, :-1].flatten(0, 1)), targets, ignore_index=-100, reduction="sum")
     count = (targets != -100).sum() if num_items is None else torch.as_tensor(num_items, device=nll.device)
     return nll / count.clamp(min=1)

@@ -35,7 +35,7 @@ def load(path_or_id: str | Path, dtype: str | torch.dtype = "float32", device: s
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     tensors = read_tensors(folder, layout, config, shapes)
     wanted = _common_dtype(tensors.values()) if dtype == "auto" else _as_dtype(dtype)
-    tensors = {name: tensor.to(device, wanted) for name, tensor in tensors.items()}
+    tensors = {name: tensor.to(_as_device(device), wanted) for name, tensor in tensors.items()}
     model.load_state_dict(tensors, strict=True, assign=True)
     model.tie_weights()
     model.config.dtype = wanted
@@ -60,6 +60,7 @@ def save(
     config = target.write_config(model.config) | {"torch_dtype": str(model.dtype).removeprefix("torch.")}
     ours = model.state_dict()
     state = {theirs: _join(ours, parts) for theirs, parts in tensor_table(target, model.config, ours).items()}
+    state |= {name: state[name].reshape(shape) for name, shape in target.stored_shapes(model.config).items()}
     if model.config.tie_word_embeddings:
         del state[HEAD]
     folder.mkdir(parents=True, exist_ok=True)
@@ -70,6 +71,13 @@ def save(
 
 def _join(ours: dict[str, Tensor], parts: tuple[str, ...]) -> Tensor:
     return ours[parts[0]] if len(parts) == 1 else torch.cat([ours[part] for part in parts])
+
+
+def _as_device(device: str) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device={device!r} is not to be had here: {str(error).splitlines()[0]}") from error
 
 
 def _as_dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import typing
 from typing import Literal
 
@@ -41,7 +42,8 @@ class LoopLMConfig(PreTrainedConfig):
         each loop; variants that Huginn's authors rejected, for study.
     residual_scale: factor of every branch before it is added, such as 1 / loops.
     rope: rotary pairing, or learned absolute positions, or none.
-    qk_norm, qk_bias, bias: RMS norm of queries and keys per head; a bias on both before rotation; biases everywhere.
+    qk_bias, bias, qk_norm: biases of the query and key projections, or of all; then an RMS norm of each head's queries
+        and keys, before rotation.
     embed_scale: factor of the token embeddings.
     init: "normal" draws matrices with std `initializer_range` (embeddings with `embedding_initializer_range` where that
         is given); "takase" is Huginn's scheme (arXiv 2502.05171, after Takase et al. 2024).
@@ -110,6 +112,31 @@ class LoopLMConfig(PreTrainedConfig):
         """KV slots at `loops` loops: prelude + coda + loops x core. Every transformers cache is sized by it."""
         return self.prelude_layers + self.coda_layers + self.loops * self.core_layers
 
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:  # ty: ignore[incompatible-property-override]
+        """Tensor parallelism: every projection split by heads or by inner width, joined again by its output."""
+        split = {"attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.gate_proj", "mlp.up_proj"}
+        if self.mlp != "swiglu":
+            split.remove("mlp.gate_proj")
+        layer = dict.fromkeys(sorted(split), "colwise") | dict.fromkeys(
+            ("attention.o_proj", "mlp.down_proj"), "rowwise"
+        )
+        if self.qk_norm:
+            layer |= dict.fromkeys(("attention.q_norm", "attention.k_norm"), "replicated_with_grad_allreduce")
+        return {f"{stack}.*.{name}": style for stack in self._stacks() for name, style in layer.items()}
+
+    @property
+    def base_model_fsdp_plan(self) -> dict[str, str]:  # ty: ignore[incompatible-property-override]
+        """FSDP2: the core's weights stay gathered between loops, instead of once more for every loop."""
+        stacks = {
+            f"{stack}.*": "keep_full_weight" if stack == "core" else "free_full_weight" for stack in self._stacks()
+        }
+        return {"embed_tokens": "free_full_weight"} | stacks | {"norm": "keep_full_weight"}
+
+    def _stacks(self) -> list[str]:
+        sizes = {"prelude": self.prelude_layers, "core": self.core_layers, "coda": self.coda_layers}
+        return [stack for stack, size in sizes.items() if size]
+
     def at_loops(self, loops: int) -> "LoopLMConfig":
         """A copy of this config that runs `loops` loops."""
         values: dict[str, typing.Any] = self.to_dict() | {"loops": loops}
@@ -143,8 +170,8 @@ class LoopLMConfig(PreTrainedConfig):
         if self.head_dim % 2 and self.rope in ("split_half", "adjacent"):
             raise ValueError(f"head_dim={self.head_dim} must be even for rope='{self.rope}'")
         for name in ("norm_eps", "rope_theta", "state_std", "initializer_range", "residual_scale"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be a number above 0")
         self._refuse_nonsense()
 
     def _refuse_nonsense(self) -> None:
@@ -173,8 +200,8 @@ def _check_type(name: str, value: object, hint: object) -> None:
         if value not in choices:
             raise ValueError(f"{name}={value!r} is not supported; choose one of {', '.join(map(repr, choices))}")
         return
-    accepted = typing.get_args(hint) or (hint,)
+    accepted = [typing.get_origin(kind) or kind for kind in typing.get_args(hint) or (hint,)]
     exact = type(value) in accepted or (type(value) is int and float in accepted)
-    if typing.get_origin(hint) is not typing.ClassVar and not exact and not isinstance(value, list):
+    if typing.get_origin(hint) is not typing.ClassVar and not exact:
         names = " or ".join(getattr(kind, "__name__", str(kind)) for kind in accepted)
         raise ValueError(f"{name}={value!r} must be of type {names}")

@@ -144,6 +144,17 @@ def check_cache(cache: AnyCache, config: LoopLMConfig, loops: int) -> None:
     )
 
 
+def is_packed(position_ids: Tensor | None, attention_mask: Tensor | None) -> bool:
+    """Whether positions [B, S] restart between two real tokens, which marks packed documents."""
+    if position_ids is None or position_ids.shape[-1] < 2 or (attention_mask is not None and attention_mask.ndim != 2):
+        return False
+    restarts = position_ids.diff(dim=-1) != 1
+    if attention_mask is None:
+        return bool(restarts.any())
+    real = attention_mask[:, -position_ids.shape[-1] :].bool()
+    return bool((restarts & real[:, 1:] & real[:, :-1]).any())
+
+
 def check_paged(arguments: dict[str, Any]) -> None:
     """Refuse keywords that are not continuous batching's own: a misspelt argument is never swallowed."""
     unknown = sorted(set(arguments) - _PAGED_ARGUMENTS)

@@ -5,7 +5,6 @@ import math
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from looplm.models.block import HeadAdjustment
 from looplm.models.config import LoopLMConfig
 from looplm.models.injection import DiagonalInjection
 from looplm.models.mlp import DampedLinear
@@ -15,8 +14,6 @@ def initialise(module: nn.Module, config: LoopLMConfig) -> None:
     """What `config` asks for beyond transformers' defaults (normal matrices, unit norms, zero biases)."""
     if isinstance(module, nn.Embedding) and config.embedding_initializer_range is not None:
         init.normal_(module.weight, mean=0.0, std=config.embedding_initializer_range)
-    if isinstance(module, HeadAdjustment) and module.bias is not None:
-        init.zeros_(module.bias)
     if isinstance(module, DiagonalInjection):
         init.zeros_(module.log_decay)
         init.zeros_(module.step_size)

@@ -28,13 +28,13 @@ FOREIGN = {layout.model_type: layout for layout in (OURO, HUGINN)}
 LAYOUTS = {NATIVE.model_type: NATIVE} | FOREIGN
 
 
-def find_folder(path_or_id: str | Path) -> Path:
-    """The local folder of a path or hub id."""
+def find_folder(path_or_id: str | Path, weights: bool = True) -> Path:
+    """The local folder of a path or hub id; without `weights` a hub is asked for the small files alone."""
     folder = Path(path_or_id)
     if folder.is_dir():
         return folder
     try:
-        patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+        patterns = ["*.json", "*.txt", "*.jinja", "*.model", *(["*.safetensors"] if weights else [])]
         return Path(snapshot_download(str(path_or_id), allow_patterns=patterns))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(f"'{path_or_id}' is neither a folder nor a hub id that can be reached from here") from error
@@ -64,7 +64,7 @@ def read_tensors(
     """
     table = tensor_table(layout, config, expected)
     where, tied = _tensor_files(folder), config.tie_word_embeddings
-    constants = layout.constants(config)
+    constants, stored = layout.constants(config), layout.stored_shapes(config)
     missing = sorted(set(table) - set(where) - ({HEAD} if tied else set()))
     if missing:
         raise ValueError(f"{folder} misses tensor '{missing[0]}' ({len(missing)} in all)")
@@ -78,20 +78,26 @@ def read_tensors(
     ours: dict[str, Tensor] = {}
     for theirs, parts in table.items():
         if theirs in read:
-            ours |= _split(theirs, read[theirs], parts, expected, folder)
+            ours |= _split(theirs, read[theirs], parts, expected, stored.get(theirs), folder)
     if tied and not torch.equal(ours.setdefault(HEAD, ours[EMBEDDING]), ours[EMBEDDING]):
         raise ValueError(f"the config ties the head to the embedding, but {folder} holds two different tensors")
     return ours
 
 
 def _split(
-    theirs: str, tensor: Tensor, parts: tuple[str, ...], expected: Mapping[str, torch.Size], folder: Path
+    theirs: str,
+    tensor: Tensor,
+    parts: tuple[str, ...],
+    expected: Mapping[str, torch.Size],
+    stored: tuple[int, ...] | None,
+    folder: Path,
 ) -> dict[str, Tensor]:
     shapes = [expected[part] for part in parts]
-    wanted = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
+    joined = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
+    wanted = joined if stored is None else list(stored)
     if list(tensor.shape) != wanted:
         raise ValueError(f"tensor '{theirs}' in {folder} has shape {list(tensor.shape)}; the config asks for {wanted}")
-    pieces = tensor.split([shape[0] for shape in shapes])
+    pieces = tensor.reshape(joined).split([shape[0] for shape in shapes])
     return {part: piece.contiguous() for part, piece in zip(parts, pieces, strict=True)}
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from looplm.models import LoopLMForCausalLM, Trace
+from looplm.models import LoopLMConfig, LoopLMForCausalLM, Trace
 from looplm.models.exits import exit_log_pdf
 from looplm.objectives.linear_ce import linear_cross_entropy
 from looplm.objectives.targets import Batch, Metrics, hidden_rows, next_token_targets, target_weights
@@ -20,10 +20,18 @@ class ExpectedLoss:
     collapses onto the last loop. Ouro takes beta = 0.1 at first, 0.05 later.
     """
 
-    __pydantic_config__: ClassVar = {"extra": "forbid"}  # recipes refuse unknown keys
+    __pydantic_config__: ClassVar = {"extra": "forbid", "allow_inf_nan": False}  # for recipes
 
     kind: Literal["expected_loss"] = "expected_loss"
     beta: float = 0.05
+
+    def check_loops(self, loops: int) -> None:
+        """Any depth will do."""
+
+    def check_model(self, config: LoopLMConfig) -> None:
+        """Refuse a model without a gate."""
+        if not config.exit_gate:
+            raise ValueError("the expected loss weighs loops by an exit gate; set exit_gate=True in the model's config")
 
     def trains(self, parameter_name: str) -> bool:
         """Every parameter learns."""
@@ -31,8 +39,8 @@ class ExpectedLoss:
 
     def __call__(self, model: LoopLMForCausalLM, trace: Trace, batch: Batch) -> tuple[Tensor, Metrics]:
         """The loss and its parts; `trace` must keep all loops and `batch["labels"]` is [B, S], -100 masked."""
-        if trace.gate_logits is None:
-            raise ValueError("the expected loss weighs loops by an exit gate; set exit_gate=True in the model's config")
+        self.check_model(model.config)
+        assert trace.gate_logits is not None
         targets = next_token_targets(batch["labels"])
         log_pdf = exit_log_pdf(trace.gate_logits).flatten(0, -2).T  # [loops, B*S]
         pdf = log_pdf.exp()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from looplm.models import LoopLMForCausalLM, Trace
+from looplm.models import LoopLMConfig, LoopLMForCausalLM, Trace
 from looplm.objectives.targets import Batch, Metrics, loop_losses, next_token_targets, target_weights
 
 
@@ -24,7 +24,7 @@ class GateRegression:
                      the gate of loop T, which no exit rule reads, gets no gradient.
     """
 
-    __pydantic_config__: ClassVar = {"extra": "forbid"}  # recipes refuse unknown keys
+    __pydantic_config__: ClassVar = {"extra": "forbid", "allow_inf_nan": False}  # for recipes
 
     kind: Literal["gate_regression"] = "gate_regression"
     k: float = 50.0
@@ -35,16 +35,26 @@ class GateRegression:
         if self.label not in ("paper", "lookahead"):
             raise ValueError(f"label={self.label!r} is not known; choose 'paper' or 'lookahead'")
 
+    def check_loops(self, loops: int) -> None:
+        """Refuse a depth without two loops to compare."""
+        if loops < 2:
+            raise ValueError("gate regression compares loops: train it with loops of at least 2")
+
+    def check_model(self, config: LoopLMConfig) -> None:
+        """Refuse a model without a gate."""
+        if not config.exit_gate:
+            raise ValueError("gate regression trains an exit gate; set exit_gate=True in the model's config")
+
     def trains(self, parameter_name: str) -> bool:
         """Only the gate learns."""
         return parameter_name.startswith("model.exit_gate.")
 
     def __call__(self, model: LoopLMForCausalLM, trace: Trace, batch: Batch) -> tuple[Tensor, Metrics]:
         """The loss and its parts; `trace` must keep all loops and `batch["labels"]` is [B, S], -100 masked."""
+        self.check_model(model.config)
         targets = next_token_targets(batch["labels"])
         losses = loop_losses(model, trace, targets)
-        if len(losses) < 2:
-            raise ValueError("gate regression compares loops: train it with loops of at least 2")
+        self.check_loops(len(losses))
         weights = target_weights(batch, targets, losses.dtype)
         gain = (-losses.diff(dim=0)).clamp(min=0)  # [loops - 1, B*S], of loops 2..T
         go_on = torch.sigmoid(self.k * (gain - self.gamma))

@@ -33,7 +33,11 @@ def linear_cross_entropy(
             f"weights have shape {list(weights_TN.shape)}; expected [loops, tokens] = "
             f"[{len(hidden_TND)}, {len(targets_N)}]"
         )
-    return _LinearCrossEntropy.apply(torch.is_grad_enabled(), weight_VD, targets_N, weights_TN, *hidden_TND)
+    if any(len(hidden_ND) != len(targets_N) for hidden_ND in hidden_TND):
+        raise ValueError(f"hidden states have {len(hidden_TND[0])} rows, the targets {len(targets_N)}")
+    weight_VD = weight_VD.to(hidden_TND[0].dtype)  # under autocast the states may be lower than the parameters
+    with torch.autocast(weight_VD.device.type, enabled=False):
+        return _LinearCrossEntropy.apply(torch.is_grad_enabled(), weight_VD, targets_N, weights_TN, *hidden_TND)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -35,6 +35,9 @@ def target_weights(batch: Batch, targets: Tensor, dtype: torch.dtype) -> Tensor:
 
 def hidden_rows(model: LoopLMForCausalLM, trace: Trace) -> list[Tensor]:
     """The head-ready hidden [B*S, D] of every loop of a trace that kept all of them."""
+    loops = max(trace.states, default=0) if trace.gate_logits is None else trace.gate_logits.shape[-1]
+    if sorted(trace.states) != list(range(1, loops + 1)):
+        raise ValueError(f"the objective reads every loop, but the trace kept {sorted(trace.states)}; keep_loops='all'")
     return [model.hidden_at(trace, loop).flatten(0, 1) for loop in sorted(trace.states)]
 
 

@@ -31,6 +31,7 @@ from looplm.training.mixture import Mixture
 
 STAGES = ("Stage I", "Stage II")
 _SAMPLE_PROMPT = "The statement "
+_MOST_HOPS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +84,32 @@ def run_demo(
 
 def demo_recipes(out: Path, text: str | None = None, overrides: tuple[str, ...] = ()) -> tuple[Recipe, Recipe]:
     """Both stages under `out`; overrides of data, loops and seed go to both, others to Stage I."""
-    shared = [f"data.text.path={text}"] if text else []
-    shared += [override for override in overrides if override.startswith(("data.", "loops=", "seed="))]
-    first = load_recipe("mini_stage1", [*shared, *overrides, f"out={out / 'stage1'}"])
-    second = load_recipe("mini_stage2", [*shared, f"out={out / 'stage2'}", f"init_from={out / 'stage1'}"])
+    placed = [override for override in overrides if override.split("=")[0] in ("out", "init_from")]
+    if placed:
+        raise ValueError(f"the demo places its own stages, so '{placed[0]}' has no meaning; use --out")
+    shared = [override for override in overrides if override.startswith(("data.", "loops=", "seed="))]
+    corpus = {"data.text.path": text} if text else {}
+    first = load_recipe("mini_stage1", overrides, corpus | {"out": str(out / "stage1")})
+    stage_two = {"out": str(out / "stage2"), "init_from": str(out / "stage1")}
+    second = load_recipe("mini_stage2", shared, corpus | stage_two)
+    _refuse_unmeasurable(second)
     return first, second
+
+
+def _refuse_unmeasurable(recipe: Recipe) -> None:
+    """Say before the training what could not be shown after it."""
+    if recipe.data.compose is None or recipe.data.text is None:
+        raise ValueError("the demo measures text and compose; leave both in data")
+    task = recipe.data.compose.task
+    if task.max_hops > _MOST_HOPS:
+        raise ValueError(
+            f"the demo shows at most {_MOST_HOPS} hops, not {task.max_hops}; lower data.compose.task.max_hops"
+        )
+    empty = [hops for hops, examples in held_out_questions(task).items() if not examples]
+    if empty:
+        raise ValueError(
+            f"no {empty[0]}-hop question is held out in this small world; raise data.compose.task.held_out"
+        )
 
 
 def publish(checkpoint: Path, target: Path) -> None:
@@ -101,8 +123,7 @@ def publish(checkpoint: Path, target: Path) -> None:
 
 def measure(recipe: Recipe, checkpoints: list[Path]) -> DemoResult:
     """Read both stages' checkpoints on held-out questions and text, at the trained loops and as many beyond."""
-    if recipe.data.compose is None or recipe.data.text is None:
-        raise ValueError("the demo measures text and compose; leave both in data")
+    assert recipe.data.compose is not None
     loops = recipe.loops
     tokenizer = load_tokenizer(checkpoints[-1])
     task = recipe.data.compose.task
@@ -134,7 +155,7 @@ def measure(recipe: Recipe, checkpoints: list[Path]) -> DemoResult:
 
 def show(result: DemoResult, console: Console) -> None:
     """Print the tables that the report also holds."""
-    table = Table(title="Held-out questions and text, by loops", title_justify="left")
+    table = Table(title="Accuracy by loops (3 hops and more held out) and held-out text loss", title_justify="left")
     table.add_column("")
     for loop in range(1, len(result.accuracy_by_loop) + 1):
         table.add_column(f"{loop}" + ("*" if loop == result.trained_loops else ""), justify="right")

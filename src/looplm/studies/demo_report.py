@@ -22,7 +22,10 @@ def write_report(result: "DemoResult", out: Path) -> Path:
     _introduce(page, result)
     page.figures(
         [
-            (svgs["accuracy"], "Held-out questions: every hop needs more thought, and loops supply it."),
+            (
+                svgs["accuracy"],
+                "Questions by hops, 3 and 4 held out of training: each hop needs more thought, and loops supply it.",
+            ),
             (svgs["text_loss"], "Held-out text: the loss after each loop."),
             (svgs["exits"], "Leaving when the exit probability reaches q, against always running the same number."),
         ]

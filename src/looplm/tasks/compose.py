@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 from looplm.tasks.example import Example
 
 _ASK = "<ask>"
+_ATTEMPTS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,7 @@ class Compose:
     ones a share `held_out` (chosen by a hash) never occurs in the "train" split and is all that "test" asks.
     """
 
-    __pydantic_config__: ClassVar = {"extra": "forbid"}  # recipes refuse unknown keys
+    __pydantic_config__: ClassVar = {"extra": "forbid", "allow_inf_nan": False}  # for recipes
 
     entities: int = 12
     relations: int = 3
@@ -50,15 +51,22 @@ class Compose:
         return [*entities, *(f"<r{relation}>" for relation in range(self.relations)), _ASK]
 
     def example(self, seed: int) -> Example:
-        """The question number `seed` of this split."""
+        """The question number `seed` of this split; hop counts are equally likely.
+
+        Raises:
+            ValueError: if the world is too small to have a question of the drawn hop count in this split.
+        """
         generator = random.Random(f"{self.world_seed}/{self.split}/{seed}")
-        fewest = 3 if self.split == "test" else 1
-        while True:
-            hops = generator.randint(fewest, self.max_hops)
+        hops = generator.randint(3 if self.split == "test" else 1, self.max_hops)
+        for _ in range(_ATTEMPTS):
             start = generator.randrange(self.entities)
             path = tuple(generator.randrange(self.relations) for _ in range(hops))
             if self.is_held_out(start, path) == (self.split == "test"):
                 return self.question(start, path)
+        raise ValueError(
+            f"compose finds no {hops}-hop question of the {self.split} split in this small world; change held_out "
+            f"(now {self.held_out}) or take more entities or relations"
+        )
 
     def question(self, start: int, path: tuple[int, ...]) -> Example:
         """The question that starts at an entity and follows a path of relations, in order."""

@@ -44,7 +44,7 @@ def save_checkpoint(
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if path.suffix != _PARTIAL)
+    return sorted(path for path in folder.glob("step-" + "[0-9]" * 8) if (path / _META).exists())
 
 
 def restore(checkpoint: Path, model: LoopLMForCausalLM, optimizer: Optimizer) -> int:

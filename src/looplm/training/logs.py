@@ -15,7 +15,7 @@ class RunLog:
     def __init__(self, folder: Path, start: int) -> None:
         self.path = folder / "log.jsonl"
         _forget_after(self.path, start)
-        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start)
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Record `values` after `step` steps."""

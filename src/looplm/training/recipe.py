@@ -1,8 +1,9 @@
 """A training run as one typed value, filled by a YAML file and `a.b=value` overrides."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from omegaconf import OmegaConf
@@ -15,7 +16,7 @@ from looplm.objectives import ExpectedLoss, GateRegression
 from looplm.tasks import Compose
 from looplm.training.schedules import WarmupStableDecay
 
-_STRICT = ConfigDict(extra="forbid")
+_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 BUILT_IN = Path(__file__).parent / "recipes"
 
 
@@ -94,10 +95,17 @@ class Recipe:
     def __post_init__(self) -> None:
         if (self.model is None) == (self.init_from is None):
             raise ValueError("give exactly one of model (a new one) and init_from (a checkpoint folder)")
+        if self.model is not None and "vocab_size" in self.model:
+            raise ValueError("model.vocab_size follows from the tokenizer; set vocab_size instead")
+        self.objective.check_loops(self.loops)
 
 
-def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(
+    source: str | Path, overrides: Sequence[str] = (), values: Mapping[str, Any] = MappingProxyType({})
+) -> Recipe:
     """The recipe in a YAML file, or the built-in one of that name, with `a.b=value` overrides.
+
+    `values` are further overrides by dotted key whose values are taken as they are, not read as YAML (paths).
 
     Raises:
         ValueError: for a missing file, broken YAML, an unknown key or a value of the wrong kind; each is named.
@@ -108,11 +116,14 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             raise ValueError(f"the override '{override}' is not of the form a.b=value")
     try:
         merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
-        values = OmegaConf.to_container(merged, resolve=True)
-    except (YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"{path} with its overrides cannot be read: {str(error).splitlines()[0]}") from error
+        container = OmegaConf.to_container(merged, resolve=True)
+        for key, value in values.items():
+            _put(container, key.split("."), value)
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, TypeError, AttributeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{path} with its overrides cannot be read as a recipe: {reason}") from error
     try:
-        return TypeAdapter(Recipe).validate_python(values)
+        return TypeAdapter(Recipe).validate_python(container)
     except ValidationError as error:
         raise ValueError(f"recipe {path.stem}: {_first(error)}") from error
 
@@ -125,6 +136,12 @@ def resolved(recipe: Recipe) -> dict[str, Any]:
 def built_in_recipes() -> list[str]:
     """The names that `load_recipe` knows without a file."""
     return sorted(path.stem for path in BUILT_IN.glob("*.yaml"))
+
+
+def _put(container: Any, keys: list[str], value: Any) -> None:
+    for key in keys[:-1]:
+        container = container.setdefault(key, {})
+    container[keys[-1]] = value
 
 
 def _find(source: str | Path) -> Path:

@@ -1,6 +1,7 @@
 """One run from recipe to checkpoint: build or resume, train, leave a folder that says what was done."""
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ def train(recipe: Recipe, console: Console | None = None, title: str = "train") 
     _refuse_another(folder, resolved(recipe))
     done = complete_checkpoints(folder / "checkpoints")
     model, tokenizer = _open(done[-1]) if done else _start(recipe)
+    recipe.objective.check_model(model.config)
     module = ObjectiveModule(model.train(), recipe.objective)
     optimizer = build_optimizer(module, recipe.optimizer)
     start = restore(done[-1], model, optimizer) if done else 0
@@ -68,7 +70,11 @@ def _refuse_another(folder: Path, recipe: dict[str, Any]) -> None:
     held = folder / "recipe.json"
     if not held.exists():
         return
-    before = json.loads(held.read_text())
+    try:
+        before = json.loads(held.read_text())
+    except ValueError as error:
+        raise ValueError(f"{held} is damaged; remove {folder} or give another out=") from error
+    before["out"] = recipe["out"]  # the same folder by another path is the same run
     if before != recipe:
         changed = _first_difference(before, recipe)
         raise ValueError(f"{folder} holds a run of another recipe ({changed} differs); give another out= or remove it")
@@ -76,7 +82,11 @@ def _refuse_another(folder: Path, recipe: dict[str, Any]) -> None:
 
 def _claim(folder: Path, recipe: dict[str, Any]) -> None:
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    (folder / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n")
+    held = folder / "recipe.json"
+    if not held.exists():
+        aside = held.with_suffix(".partial")
+        aside.write_text(json.dumps(recipe, indent=2) + "\n")
+        os.replace(aside, held)
 
 
 def _first_difference(before: Any, now: Any, where: str = "") -> str:

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 class WarmupStableDecay:
     """Linear warm-up, a plateau, then linear decay to `final` of the peak over the last `decay` share of the steps."""
 
-    __pydantic_config__: ClassVar = {"extra": "forbid"}  # recipes refuse unknown keys
+    __pydantic_config__: ClassVar = {"extra": "forbid", "allow_inf_nan": False}  # for recipes
 
     kind: Literal["wsd"] = "wsd"
     warmup_steps: int = 100

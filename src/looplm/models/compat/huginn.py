@@ -98,7 +98,7 @@ _BLOCK_NAMES = {
     "norm_3.weight": ("mlp_norms.pre.weight",),
     "norm_4.weight": ("mlp_norms.post.weight",),
     "attn.Wqkv.weight": tuple(f"attention.{part}_proj.weight" for part in "qkv"),
-    "attn.qk_bias": ("attention.q_adjust.bias", "attention.k_adjust.bias"),
+    "attn.qk_bias": ("attention.q_proj.bias", "attention.k_proj.bias"),
     "attn.proj.weight": ("attention.o_proj.weight",),
     "mlp.fc.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.proj.weight": ("mlp.down_proj.weight",),
@@ -174,6 +174,12 @@ def tensors(config: LoopLMConfig) -> TensorTable:
     return _GLOBAL_NAMES | blocks
 
 
+def stored_shapes(config: LoopLMConfig) -> dict[str, tuple[int, ...]]:
+    """qk_bias is stored as [2, 1, heads, head_dim], ours as two flat biases."""
+    shape = (2, 1, config.num_attention_heads, config.head_dim)
+    return {name: shape for name in tensors(config) if name.endswith("attn.qk_bias")}
+
+
 def constants(config: LoopLMConfig) -> dict[str, Tensor]:
     """The rotary table [1, positions, 1, head_dim / 2, 2] that Huginn's files store: cos and sin, float32."""
     exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
@@ -187,5 +193,6 @@ HUGINN = Layout(
     read_config=read_config,
     write_config=write_config,
     tensors=tensors,
+    stored_shapes=stored_shapes,
     constants=constants,
 )

@@ -11,8 +11,8 @@ from looplm.models.config import LoopLMConfig
 TensorTable = dict[str, tuple[str, ...]]
 
 
-def no_constants(config: LoopLMConfig) -> dict[str, Tensor]:
-    """Nothing beyond the weights."""
+def nothing(config: LoopLMConfig) -> dict[str, Any]:
+    """For layouts that store every tensor as it is, and no other."""
     return {}
 
 
@@ -21,11 +21,13 @@ class Layout:
     """`read_config` and `write_config` translate config.json.
 
     `tensors` maps each of the layout's tensor names to ours (None: the names are ours); several of ours are stored as
-    one, joined along the first axis. `constants` are tensors that the layout stores though the config implies them.
+    one, joined along the first axis and given the shape in `stored_shapes` where that names one. `constants` are
+    tensors that the layout stores though the config implies them.
     """
 
     model_type: str
     read_config: Callable[[dict[str, Any]], LoopLMConfig]
     write_config: Callable[[LoopLMConfig], dict[str, Any]]
     tensors: Callable[[LoopLMConfig], TensorTable] | None = None
-    constants: Callable[[LoopLMConfig], dict[str, Tensor]] = no_constants
+    stored_shapes: Callable[[LoopLMConfig], dict[str, tuple[int, ...]]] = nothing
+    constants: Callable[[LoopLMConfig], dict[str, Tensor]] = nothing

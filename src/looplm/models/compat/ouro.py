@@ -156,12 +156,15 @@ def tensors(config: LoopLMConfig) -> TensorTable:
 
 def _rope_theta(values: dict[str, Any]) -> float:
     rope = values.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default":
+    plain = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0}
+    if any(value != plain.get(key) for key, value in rope.items() if key != "rope_theta"):
         raise ValueError(_refusal("rope_parameters", rope))
-    theta = values.get("rope_theta", rope.get("rope_theta"))
-    if theta is None:
+    thetas = {source["rope_theta"] for source in (values, rope) if source.get("rope_theta") is not None}
+    if not thetas:
         raise ValueError("the Ouro config lacks 'rope_theta'")
-    return float(theta)
+    if len(thetas) > 1:
+        raise ValueError(f"the Ouro config gives two values of rope_theta, {min(thetas)} and {max(thetas)}")
+    return float(thetas.pop())
 
 
 def _refusal(key: str, value: object) -> str:
