@@ -31,7 +31,17 @@ def test_ouro_flops_by_hand():
     assert round(flops_per_token(ouro_2_6b()) / 1e9, 1) == 19.9
 
 
-@pytest.mark.parametrize("shape", [{}, {"num_key_value_heads": 2, "prelude_layers": 1, "coda_layers": 1}])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"num_key_value_heads": 2, "prelude_layers": 1, "coda_layers": 1},
+        {"injection": "concat", "bias": True, "exit_gate": False},
+        {"injection": "concat", "inject_once": True, "state_init": "zero"},
+        {"injection": "diagonal", "mlp": "gelu", "norm": "layer", "rope": "learned"},
+        {"injection": "add", "head_dim": 12, "qk_norm": True, "tie_word_embeddings": True},
+    ],
+)
 @torch.no_grad()
 def test_flops_equal_what_torch_counts(shape):
     config, length = tiny_config(**shape), 16

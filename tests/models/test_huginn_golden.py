@@ -1,14 +1,16 @@
 """Our Huginn against outputs of the published reference code (tests/golden/huginn-tiny)."""
 
+import json
 import math
+import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import looplm
-from conftest import GOLDEN, random_ids
+from conftest import GOLDEN, random_ids, tiny_model
 from looplm.models.accounting import count_parameters
 from looplm.models.presets import huginn_3_5b
 
@@ -154,3 +156,61 @@ def test_auto_classes_open_released_folders_without_remote_code(family):
     low = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     assert low.dtype == torch.bfloat16
     assert torch.equal(low(ids).logits, looplm.load(folder, dtype="bfloat16")(ids).logits)
+
+
+@pytest.mark.parametrize("family", ["ouro-tiny", "huginn-tiny"])
+@torch.no_grad()
+def test_arguments_reach_a_released_folder(family, tmp_path):
+    folder, ids = tmp_path / family, random_ids(1, 6, vocab=320)
+    shutil.copytree(GOLDEN / family, folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    wanted = looplm.load(folder)(ids, loops=7).logits
+    for model in (
+        AutoModelForCausalLM.from_pretrained(folder, loops=7, attn_implementation="eager"),
+        looplm.LoopLMForCausalLM.from_pretrained(folder, loops=7, attn_implementation="eager"),
+    ):
+        assert model.config.loops == 7
+        assert model.config._attn_implementation == "eager"
+        assert model.config.name_or_path == str(folder)
+        assert model.generation_config.eos_token_id == [7, 9]
+        torch.testing.assert_close(model(ids).logits, wanted, atol=2e-4, rtol=1e-3)
+    model.save_pretrained(tmp_path / "ours")
+    assert looplm.load(tmp_path / "ours").config.loops == 7
+
+
+def test_huginn_configs_and_tensors_are_read_strictly(tmp_path):
+    folder = tmp_path / "huginn"
+    shutil.copytree(FOLDER, folder)
+    values = json.loads((folder / "config.json").read_text())
+    for change in (
+        {"injection_type": "add"}, {"state_init": "zero"}, {"norm_class_name": "LayerNorm"}, {"nonlin_name": "GELU"},
+        {"block_class_name": "PreNorm"}, {"mlp_class_name": "BaseMLP"}, {"bias": True}, {"test_time_noise": 0.1},
+        {"brand_new_key": 1},
+    ):  # fmt: skip
+        (folder / "config.json").write_text(json.dumps(values | change))
+        with pytest.raises(ValueError, match=next(iter(change))):
+            looplm.load(folder)
+    (folder / "config.json").write_text(json.dumps(values))
+    original = load_file(folder / "model.safetensors")
+    fused = "transformer.core_block.1.attn.Wqkv.weight"
+    changes = [
+        (
+            original | {fused: torch.zeros(64, 64)},
+            rf"tensor '{fused}' .* has shape \[64, 64\]; .* asks for \[192, 64\]",
+        ),
+        ({k: v for k, v in original.items() if k != fused}, f"misses tensor '{fused}'"),
+        (original | {"transformer.extra": torch.zeros(1)}, "unexpected tensor 'transformer.extra'"),
+        (original | {"freqs_cis": original["freqs_cis"].flip(1)}, "'freqs_cis' .* is not what the config implies"),
+    ]
+    for tensors, message in changes:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+        for load in (looplm.load, AutoModelForCausalLM.from_pretrained):
+            with pytest.raises(ValueError, match=message):
+                load(folder)
+
+
+def test_other_models_cannot_be_saved_as_huginn(tmp_path):
+    for changes, named in (({}, "norm_placement"), ({"norm_placement": "sandwich_dual"}, "norm_in_loop")):
+        with pytest.raises(ValueError, match=f"Huginn's layout cannot hold {named}"):
+            looplm.save(tiny_model(**changes), tmp_path / "x", "huginn_raven")
+    assert not (tmp_path / "x").exists()

@@ -5,6 +5,9 @@ import torch
 from looplm.models.causal_lm import LoopLMForCausalLM
 from looplm.models.config import LoopLMConfig
 
+# How many widths the injection's matrix reads: cat[state, inputs], or the inputs.
+_INJECTED_WIDTHS = {"none": 0, "add": 0, "concat": 2, "diagonal": 1}
+
 
 def count_parameters(config: LoopLMConfig) -> int:
     """Distinct parameters of the model that `config` describes; nothing is allocated."""
@@ -16,14 +19,16 @@ def count_parameters(config: LoopLMConfig) -> int:
 def flops_per_token(config: LoopLMConfig, loops: int | None = None, context_length: int = 0) -> int:
     """Forward FLOPs of one token (two per multiply-add) that attends to `context_length` tokens.
 
-    Matrix products only: projections, MLP, gate, head and, for a context, the attention scores and their sum.
+    Matrix products only: projections, MLP, injection, gate, head and, for a context, the attention scores and their
+    sum. What a call pays once whatever its tokens (the loop's embedding) is left out.
     """
     loops = config.loops if loops is None else loops
     attended = 4 * context_length * config.num_attention_heads * config.head_dim
     layer = 2 * _layer_weights(config) + attended
     gate = 2 * config.hidden_size if config.exit_gate else 0
+    injection = 2 * _INJECTED_WIDTHS[config.injection] * config.hidden_size**2 * (1 if config.inject_once else loops)
     passes = config.prelude_layers + config.coda_layers + loops * config.core_layers
-    return passes * layer + loops * gate + 2 * config.hidden_size * config.vocab_size
+    return passes * layer + loops * gate + injection + 2 * config.hidden_size * config.vocab_size
 
 
 def kv_bytes_per_token(config: LoopLMConfig, loops: int | None = None, dtype: torch.dtype = torch.bfloat16) -> int:
@@ -35,4 +40,5 @@ def kv_bytes_per_token(config: LoopLMConfig, loops: int | None = None, dtype: to
 
 def _layer_weights(config: LoopLMConfig) -> int:
     attention = 2 * config.hidden_size * config.head_dim * (config.num_attention_heads + config.num_key_value_heads)
-    return attention + 3 * config.hidden_size * config.intermediate_size
+    matrices = 3 if config.mlp == "swiglu" else 2
+    return attention + matrices * config.hidden_size * config.intermediate_size

@@ -7,95 +7,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.output_capturing import capture_outputs
 
-from looplm.models.block import Attention, Block
+from looplm.models.block import Block
 from looplm.models.conditioning import LoopEmbedding, NoLoopEmbedding
 from looplm.models.config import LoopLMConfig
 from looplm.models.context import AnyCache, LoopContext, build_context, check_cache, check_paged, is_packed
 from looplm.models.exits import exit_loops
-from looplm.models.initialisation import initialise
 from looplm.models.injection import build_injection
 from looplm.models.norm import build_norm
 from looplm.models.outputs import LoopModelOutput, Trace
-from looplm.models.reading import EMBEDDING, FOREIGN, HEAD, find_folder, read_layout, read_tensors
+from looplm.models.pretrained import LoopLMPreTrainedModel
 
 KeepLoops = Literal["last", "all"] | Iterable[int]
-
-
-class LoopLMPreTrainedModel(PreTrainedModel):
-    """What the backbone and the language model share: transformers' traits, initialisation and strict loading."""
-
-    config_class = LoopLMConfig
-    config: LoopLMConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _no_split_modules = ["Block"]  # noqa: RUF012
-    _supports_sdpa = True
-    _supports_flex_attn = True
-    _supports_attention_backend = True
-    _can_record_outputs = {"hidden_states": Block, "attentions": Attention}  # noqa: RUF012
-
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        initialise(module, self.config)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, output_loading_info=False, **kwargs):
-        """As in transformers, but a tensor that is missing from the files is an error, never initialised anew.
-
-        Folders in Ouro's and Huginn's released layouts open too; their configs are translated, no remote code is run.
-        """
-        if not kwargs.setdefault("use_safetensors", True):
-            raise ValueError("use_safetensors=False: looplm reads safetensors only")
-        source = pretrained_model_name_or_path
-        if source is not None and "state_dict" not in kwargs and _is_foreign(source, kwargs):
-            config, kwargs["state_dict"] = cls._read_foreign(source)
-            source = None
-        loaded: Any = super().from_pretrained(source, *args, config=config, output_loading_info=True, **kwargs)
-        model, info = loaded
-        head = {HEAD} if not hasattr(model, "lm_head") else set()
-        for problem, names in (
-            ("misses", info["missing_keys"]),
-            ("has an unexpected", set(info["unexpected_keys"]) - head),
-        ):
-            if names:
-                raise ValueError(
-                    f"{pretrained_model_name_or_path} {problem} tensor '{min(names)}' ({len(names)} in all)"
-                )
-        return (model, info) if output_loading_info else model
-
-    @classmethod
-    def prepare_distribute_model(cls, distributed_config=None, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; pipeline stages are refused, since a loop would pass through all of them every time."""
-        stages = getattr(distributed_config, "pp_size", None) or 1
-        if stages > 1:
-            raise ValueError(
-                f"pp_size={stages}: a looped core passes its layers again in every loop, which pipeline stages cannot; "
-                "use tp_size or fsdp_size"
-            )
-        return super().prepare_distribute_model(distributed_config, *args, **kwargs)
-
-    @classmethod
-    def _read_foreign(cls, source: str) -> tuple[LoopLMConfig, dict[str, Tensor]]:
-        folder = find_folder(source)
-        layout, config = read_layout(folder)
-        with torch.device("meta"):
-            own = cls(config).state_dict()
-        prefix = "" if HEAD in own else f"{cls.base_model_prefix}."
-        shapes = {prefix + name: tensor.shape for name, tensor in own.items()}
-        if HEAD not in own:
-            shapes[HEAD] = shapes[EMBEDDING]
-        return config, read_tensors(folder, layout, config, shapes)
-
-
-def _is_foreign(source: str, kwargs: dict[str, Any]) -> bool:
-    hub = {name: kwargs[name] for name in ("cache_dir", "revision", "token", "local_files_only") if name in kwargs}
-    values, _ = LoopLMConfig.get_config_dict(source, **hub)
-    return values.get("model_type") in FOREIGN
 
 
 class LoopLMModel(LoopLMPreTrainedModel):

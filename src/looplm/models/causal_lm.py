@@ -13,10 +13,11 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
 
-from looplm.models.backbone import KeepLoops, LoopLMModel, LoopLMPreTrainedModel, check_loops
+from looplm.models.backbone import KeepLoops, LoopLMModel, check_loops
 from looplm.models.config import LoopLMConfig
 from looplm.models.context import AnyCache
 from looplm.models.outputs import LoopOutput, Trace
+from looplm.models.pretrained import LoopLMPreTrainedModel
 
 
 class LoopLMForCausalLM(LoopLMPreTrainedModel, GenerationMixin):

@@ -169,7 +169,7 @@ class LoopLMConfig(PreTrainedConfig):
             )
         if self.head_dim % 2 and self.rope in ("split_half", "adjacent"):
             raise ValueError(f"head_dim={self.head_dim} must be even for rope='{self.rope}'")
-        for name in ("norm_eps", "rope_theta", "state_std", "initializer_range", "residual_scale"):
+        for name in ("norm_eps", "rope_theta", "state_std", "initializer_range", "residual_scale", "embed_scale"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be a number above 0")
         self._refuse_nonsense()

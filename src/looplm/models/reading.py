@@ -28,14 +28,17 @@ FOREIGN = {layout.model_type: layout for layout in (OURO, HUGINN)}
 LAYOUTS = {NATIVE.model_type: NATIVE} | FOREIGN
 
 
-def find_folder(path_or_id: str | Path, weights: bool = True) -> Path:
-    """The local folder of a path or hub id; without `weights` a hub is asked for the small files alone."""
+def find_folder(path_or_id: str | Path, weights: bool = True, **hub: Any) -> Path:
+    """The local folder of a path or hub id; without `weights` a hub is asked for the small files alone.
+
+    `hub` goes to huggingface_hub: revision, token, cache_dir, local_files_only.
+    """
     folder = Path(path_or_id)
     if folder.is_dir():
         return folder
     try:
         patterns = ["*.json", "*.txt", "*.jinja", "*.model", *(["*.safetensors"] if weights else [])]
-        return Path(snapshot_download(str(path_or_id), allow_patterns=patterns))
+        return Path(snapshot_download(str(path_or_id), allow_patterns=patterns, **hub))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(f"'{path_or_id}' is neither a folder nor a hub id that can be reached from here") from error
 
