@@ -12,6 +12,7 @@ from transformers.distributed import DistributedConfig
 
 import looplm
 from conftest import tiny_model
+from looplm.models.pretrained import _check_tensor_parallel
 
 FAMILIES = {
     "ouro": {"vocab_size": 64},
@@ -53,3 +54,9 @@ def test_pipeline_stages_are_refused_with_a_reason(tmp_path):
     looplm.save(tiny_model(), tmp_path)
     with pytest.raises(ValueError, match="pp_size=2: a looped core passes its layers again in every loop"):
         AutoModelForCausalLM.from_pretrained(tmp_path, distributed_config=DistributedConfig(pp_size=2))
+
+
+def test_heads_that_do_not_divide_are_named():
+    with pytest.raises(ValueError, match="tp_size=2 does not divide num_key_value_heads=1"):
+        _check_tensor_parallel(tiny_model(num_key_value_heads=1).config, DistributedConfig(tp_size=2))
+    _check_tensor_parallel(tiny_model().config, DistributedConfig(tp_size=2))

@@ -8,8 +8,9 @@ from transformers import Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 import looplm
-from conftest import random_ids, tiny_model
+from conftest import GOLDEN, random_ids, tiny_model
 from looplm.data.tokenizer import train_tokenizer
+from looplm.objectives import ExpectedLoss
 
 TEXT = "A loop thinks again before it answers. "
 FAMILIES = {
@@ -109,11 +110,14 @@ def test_lora_trains_merges_saves_and_reloads(model, tmp_path):
         assert torch.equal(reloaded(ids).logits, merged(ids).logits)
 
 
-def test_sft_trainer(model, tokenizer, tmp_path):
+@pytest.mark.parametrize(
+    "layout", [{"max_length": 32}, {"max_length": 32, "packing": True}, {"max_length": None, "padding_free": True}]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_sft_trainer(model, tokenizer, tmp_path, layout):
     data = Dataset.from_dict({"text": [TEXT * 2] * 16})
-    trainer = SFTTrainer(
-        model, arguments(SFTConfig, tmp_path, max_length=32), train_dataset=data, processing_class=tokenizer
-    )
+    settings = arguments(SFTConfig, tmp_path, **layout)
+    trainer = SFTTrainer(model, settings, train_dataset=data, processing_class=tokenizer)
     trainer.train()
     assert losses(trainer)[-1] < losses(trainer)[0]
 
@@ -138,9 +142,31 @@ def test_dpo_trainer(model, tokenizer, tmp_path):
     })  # fmt: skip
     policy = looplm.load(tmp_path / "base").train()
     trainer = DPOTrainer(
-        policy, looplm.load(tmp_path / "base"), args=arguments(DPOConfig, tmp_path, max_length=48), train_dataset=data,
-        processing_class=tokenizer,
-    )  # fmt: skip
+        policy, args=arguments(DPOConfig, tmp_path, max_length=48), train_dataset=data, processing_class=tokenizer
+    )  # the reference model is opened again by TRL, from the folder
     trainer.train()
     assert losses(trainer)[0] == pytest.approx(0.6931, abs=1e-3)  # log 2 before the first step
     assert losses(trainer)[-1] < 0.6
+
+
+def test_lora_reaches_the_exit_gate(tmp_path):
+    model, ids = tiny_model().train(), random_ids(2, 6)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["exit_gate"], init_lora_weights=False))
+    ExpectedLoss()(adapted.base_model.model, adapted.base_model.model.model(ids, keep_loops="all"), {"labels": ids})[
+        0
+    ].backward()
+    assert all(p.grad is not None for name, p in adapted.named_parameters() if "lora_" in name)
+    adapted.eval()
+    with torch.no_grad():
+        before = adapted(ids).gate_logits
+        merged = adapted.merge_and_unload()
+        torch.testing.assert_close(merged(ids).gate_logits, before, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["ouro-tiny", "huginn-tiny"])
+def test_trl_opens_released_folders_by_path(family, tokenizer, tmp_path):
+    data = Dataset.from_dict({"text": [TEXT] * 8})
+    settings = arguments(SFTConfig, tmp_path, max_length=16)
+    trainer = SFTTrainer(str(GOLDEN / family), settings, train_dataset=data, processing_class=tokenizer)
+    assert type(trainer.model) is looplm.LoopLMForCausalLM
+    trainer.train()

@@ -215,3 +215,10 @@ def test_pickles_are_never_read(tmp_path):
 def test_an_unknown_device_is_refused(folder):
     with pytest.raises(ValueError, match="device='foo'"):
         looplm.load(folder, device="foo")
+
+
+def test_mismatched_sizes_are_never_initialised_anew(tmp_path):
+    looplm.save(tiny_model(), tmp_path)
+    other = tiny_model(intermediate_size=64).config
+    with pytest.raises(ValueError, match="has another shape for tensor"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, config=other, ignore_mismatched_sizes=True)

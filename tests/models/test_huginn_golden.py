@@ -161,7 +161,7 @@ def test_auto_classes_open_released_folders_without_remote_code(family):
 @pytest.mark.parametrize("family", ["ouro-tiny", "huginn-tiny"])
 @torch.no_grad()
 def test_arguments_reach_a_released_folder(family, tmp_path):
-    folder, ids = tmp_path / family, random_ids(1, 6, vocab=320)
+    folder, ids = tmp_path / "in" / family, random_ids(1, 6, vocab=320)
     shutil.copytree(GOLDEN / family, folder)
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     wanted = looplm.load(folder)(ids, loops=7).logits
@@ -174,6 +174,11 @@ def test_arguments_reach_a_released_folder(family, tmp_path):
         assert model.config.name_or_path == str(folder)
         assert model.generation_config.eos_token_id == [7, 9]
         torch.testing.assert_close(model(ids).logits, wanted, atol=2e-4, rtol=1e-3)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "in", subfolder=family).config.core_layers in (2, 3)
+    changed = looplm.LoopLMConfig(**(model.config.to_dict() | {"loops": 9}))
+    assert looplm.LoopLMForCausalLM.from_pretrained(folder, config=changed).config.loops == 9
+    with pytest.raises(ValueError, match="variant="):
+        looplm.LoopLMForCausalLM.from_pretrained(folder, variant="fp16")
     model.save_pretrained(tmp_path / "ours")
     assert looplm.load(tmp_path / "ours").config.loops == 7
 
@@ -185,7 +190,9 @@ def test_huginn_configs_and_tensors_are_read_strictly(tmp_path):
     for change in (
         {"injection_type": "add"}, {"state_init": "zero"}, {"norm_class_name": "LayerNorm"}, {"nonlin_name": "GELU"},
         {"block_class_name": "PreNorm"}, {"mlp_class_name": "BaseMLP"}, {"bias": True}, {"test_time_noise": 0.1},
-        {"brand_new_key": 1},
+        {"brand_new_key": 1}, {"n_layers": 9}, {"num_attention_heads": 8}, {"hidden_size": 32}, {"qk_bias": False},
+        {"max_position_embeddings": 64}, {"tie_embeddings": False}, {"n_layers_in_coda": 0}, {"n_embd": "64"},
+        {"num_key_value_heads": 2}, {"init_values": {"std": 0.5}},
     ):  # fmt: skip
         (folder / "config.json").write_text(json.dumps(values | change))
         with pytest.raises(ValueError, match=next(iter(change))):
@@ -200,16 +207,34 @@ def test_huginn_configs_and_tensors_are_read_strictly(tmp_path):
         ),
         ({k: v for k, v in original.items() if k != fused}, f"misses tensor '{fused}'"),
         (original | {"transformer.extra": torch.zeros(1)}, "unexpected tensor 'transformer.extra'"),
+        (original | {fused: torch.zeros(192, 64, dtype=torch.int8)}, r"is torch.int8, not floating point"),
         (original | {"freqs_cis": original["freqs_cis"].flip(1)}, "'freqs_cis' .* is not what the config implies"),
     ]
     for tensors, message in changes:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
         for load in (looplm.load, AutoModelForCausalLM.from_pretrained):
+            if "int8" in message and load is not looplm.load:
+                continue  # transformers' own loading casts
             with pytest.raises(ValueError, match=message):
                 load(folder)
 
 
-def test_other_models_cannot_be_saved_as_huginn(tmp_path):
+def test_init_values_may_be_absent(tmp_path, expected):
+    folder = tmp_path / "huginn"
+    shutil.copytree(FOLDER, folder)
+    values = json.loads((folder / "config.json").read_text()) | {"init_values": None}
+    (folder / "config.json").write_text(json.dumps(values))
+    logits = looplm.load(folder)(expected["input_ids"], loops=4, init_state=expected["initial_state"]).logits
+    torch.testing.assert_close(logits, expected["logits_r4"], atol=2e-4, rtol=0)
+
+
+def test_other_models_cannot_be_saved_as_huginn(tmp_path, huginn):
+    parts = huginn.config.to_dict()
+    for change in ({"state_std": 2.0}, {"coda_layers": 0}, {"qk_bias": False}):
+        with pytest.raises(ValueError, match=r"Huginn's layout (cannot hold|needs a prelude and a coda)"):
+            looplm.save(
+                looplm.LoopLMForCausalLM(looplm.LoopLMConfig(**(parts | change))), tmp_path / "x", "huginn_raven"
+            )
     for changes, named in (({}, "norm_placement"), ({"norm_placement": "sandwich_dual"}, "norm_in_loop")):
         with pytest.raises(ValueError, match=f"Huginn's layout cannot hold {named}"):
             looplm.save(tiny_model(**changes), tmp_path / "x", "huginn_raven")

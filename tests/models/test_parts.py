@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import looplm
 from conftest import random_ids, tiny_config, tiny_model
+from looplm.analysis.allocations import peak_bytes
 from looplm.models.context import build_context
 from looplm.models.injection import DiagonalInjection
 from looplm.models.noise import position_noise
@@ -159,6 +160,22 @@ def test_position_noise_is_the_same_for_any_slice():
     assert noise.shape == (1, 3, 9)
 
 
+def test_position_noise_is_well_mixed_and_costs_the_same_anywhere():
+    noise = position_noise(torch.arange(4096)[None], 64, 1.0, seed=0)[0]
+    assert noise.mean().abs() < 0.01
+    assert noise.std().item() == pytest.approx(0.9866, abs=0.005)
+    assert noise.abs().max() <= 3.0 + 1e-3
+    for other in (
+        position_noise(torch.arange(4096)[None] + 1, 64, 1.0, seed=0)[0],
+        position_noise(torch.arange(4096)[None], 64, 1.0, seed=1)[0],
+        position_noise(torch.arange(4096)[None], 64, 1.0, seed=0, stream=1)[0],
+        noise.roll(1, dims=-1),
+    ):
+        correlation = torch.corrcoef(torch.stack([noise.flatten(), other.flatten()]))[0, 1]
+        assert correlation.abs() < 0.01  # 262,144 numbers: 0.01 is five standard errors
+    assert peak_bytes(lambda: position_noise(torch.tensor([[10**6]]), 64, 1.0, seed=0)) < 64 * 1024
+
+
 def test_adjacent_rotation_by_complex_numbers():
     generator = torch.Generator().manual_seed(0)
     x, positions = torch.randn(2, 3, 4, 8, generator=generator), torch.tensor([[0, 1, 5, 9], [3, 4, 5, 6]])
@@ -273,9 +290,13 @@ def test_one_loop_without_injection_equals_a_plain_decoder():
         ({"state_init": "normal"}, "state_init='normal' with injection='none' never shows the tokens"),
         ({"state_init": "zero"}, "state_init='zero' with injection='none'"),
         ({"inject_once": True}, "inject_once=True needs an injection"),
-        ({"state_noise": -1.0}, "state_noise=-1.0 must not be negative"),
+        ({"state_noise": -1.0}, "state_noise=-1.0 must be a number and not negative"),
         ({"state_std": 0.0}, "state_std=0.0 must be a number above 0"),
         ({"residual_scale": 0.0}, "residual_scale=0.0 must be a number above 0"),
+        ({"embed_scale": float("nan")}, "embed_scale=nan must be a number above 0"),
+        ({"state_noise": float("inf")}, "state_noise=inf"),
+        ({"embedding_initializer_range": -1.0}, "embedding_initializer_range=-1.0 must be above 0"),
+        ({"init": "takase", "embedding_initializer_range": 0.5}, "init='takase' draws the embedding by its own rule"),
         ({"rope": "alibi"}, "rope='alibi' is not supported; choose one of 'split_half', 'adjacent'"),
         ({"norm": "batch"}, "norm='batch'"),
     ],

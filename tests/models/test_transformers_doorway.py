@@ -214,3 +214,49 @@ def test_a_lazily_grown_cache_works_and_is_bound(ids):
     assert len(cache) == 4
     with pytest.raises(ValueError, match="loops=3 needs 6"):
         model(ids, cache=cache)
+
+
+def test_loops_in_a_generation_config_are_honoured_or_refused(ids):
+    model = tiny_model()
+    wanted = {loops: model.generate(ids, max_new_tokens=6, loops=loops, **GREEDY) for loops in (1, 3, 5)}
+    assert not torch.equal(wanted[1], wanted[3])
+    settings = GenerationConfig(max_new_tokens=6, loops=1, **GREEDY)
+    assert torch.equal(model.generate(ids, generation_config=settings), wanted[1])
+    assert torch.equal(model.generate(ids, generation_config=settings, loops=5), wanted[5])
+    with pytest.raises(ValueError, match=r"set model.config.loops = 1 first"):
+        model.generate_batch([[1, 2]], generation_config=settings)
+    model.generation_config.loops = 5
+    assert torch.equal(model.generate(ids, max_new_tokens=6, **GREEDY), wanted[5])
+    with pytest.raises(ValueError, match="generate draws start states by state_seed"):
+        model.generate(ids, max_new_tokens=2, init_state=torch.zeros(2, 7, 32))
+
+
+@torch.no_grad()
+def test_a_config_may_ask_for_hidden_states(ids):
+    model = tiny_model()
+    model.config.output_hidden_states = True
+    assert len(model(ids).hidden_states) == 7
+    assert model(ids, output_hidden_states=False).hidden_states is None
+
+
+@torch.no_grad()
+def test_random_starts_compile_whole(ids):
+    model = tiny_model(**FAMILIES["huginn"], state_noise=0.1)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(ids).logits, model(ids).logits)
+
+
+@torch.no_grad()
+def test_notes_on_a_config_do_not_disturb_other_depths(ids):
+    model = tiny_model()
+    wanted = model.generate(ids, max_new_tokens=4, loops=5, **GREEDY)
+    model.config.my_note = "x"
+    assert torch.equal(model.generate(ids, max_new_tokens=4, loops=5, **GREEDY), wanted)
+
+
+@pytest.mark.parametrize("seed", [1.5, "a", None])
+def test_a_seed_is_a_whole_number(ids, seed):
+    model = tiny_model(**FAMILIES["huginn"])
+    assert torch.equal(model(ids, state_seed=torch.tensor(3)).logits, model(ids, state_seed=3).logits)
+    with pytest.raises(ValueError, match=r"state_seed=.* must be a whole number"):
+        model(ids, state_seed=seed)

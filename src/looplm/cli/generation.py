@@ -1,6 +1,7 @@
 """`looplm generate`: a prompt continued by transformers' generate, or token by token with exits."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -37,7 +38,9 @@ def continue_prompt(
         tokens, depths = [token.token for token in made], [token.loop for token in made]
     else:
         torch.manual_seed(seed)
-        sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        sampling: dict[str, Any] = (
+            {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        )
         ends = sorted(end_token_ids(model, tokenizer.eos_token_id)) or None
         whole = model.generate(ids, max_new_tokens=max_tokens, loops=loops, eos_token_id=ends, **sampling)
         tokens, depths = whole[0, ids.shape[1] :].tolist(), None

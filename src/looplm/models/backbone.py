@@ -25,6 +25,16 @@ from looplm.models.pretrained import LoopLMPreTrainedModel
 KeepLoops = Literal["last", "all"] | Iterable[int]
 
 
+class ExitGate(nn.Linear):
+    """A linear map computed in float32 (float64 stays), whatever its own dtype, its input's or autocast's."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input [..., D] -> [..., 1]."""
+        wide = input if input.dtype == torch.float64 else input.float()
+        with torch.autocast(wide.device.type, enabled=False):
+            return F.linear(wide, self.weight.to(wide.dtype), self.bias.to(wide.dtype))
+
+
 class LoopLMModel(LoopLMPreTrainedModel):
     """Prelude, a core applied `loops` times, coda: everything but the language-model head."""
 
@@ -42,7 +52,7 @@ class LoopLMModel(LoopLMPreTrainedModel):
         self.injection = build_injection(config)
         self.loop_embedding = LoopEmbedding(config) if config.step_conditioning else NoLoopEmbedding()
         self.norm = build_norm(config)
-        self.exit_gate = nn.Linear(config.hidden_size, 1) if config.exit_gate else None
+        self.exit_gate = ExitGate(config.hidden_size, 1) if config.exit_gate else None
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -94,23 +104,31 @@ class LoopLMModel(LoopLMPreTrainedModel):
         """Exit logit [B, S] of a state, in float32 whatever the model's dtype."""
         if self.exit_gate is None:
             raise ValueError("this model has no exit gate; set exit_gate=True in its config")
-        hidden = self._normed(state)
-        wide = hidden if hidden.dtype == torch.float64 else hidden.float()
-        weight, bias = self.exit_gate.weight.to(wide.dtype), self.exit_gate.bias.to(wide.dtype)
-        with torch.autocast(wide.device.type, enabled=False):
-            return F.linear(wide, weight, bias).squeeze(-1)
+        return self.exit_gate(self._normed(state)).squeeze(-1)
 
     def unroll(
-        self, embeds: Tensor, context: LoopContext, loops: int, keep: set[int], init_state: Tensor | None = None
+        self,
+        embeds: Tensor,
+        context: LoopContext,
+        loops: int,
+        keep: set[int],
+        init_state: Tensor | None = None,
+        grad_loops: int | None = None,
     ) -> tuple[dict[int, Tensor], Tensor | None]:
-        """Run `loops` loops; the states of the loops in `keep` and the gate logits [B, S, loops] of every loop."""
+        """Run `loops` loops; the states of the loops in `keep` and the gate logits [B, S, loops] of every loop.
+
+        Only the last `grad_loops` carry gradient (Huginn, arXiv 2502.05171, section 3.3); inputs injected in them still
+        train the prelude.
+        """
+        without_gradient = loops - (loops if grad_loops is None else grad_loops)
         inputs = self.embed(embeds, context)
         state = self.init_state(inputs, context, init_state)
         states, gates = {}, []
         for loop in range(1, loops + 1):
-            state = self.step(state, inputs, loop, context)
-            if self.exit_gate is not None:
-                gates.append(self.gate(state))
+            with torch.set_grad_enabled(torch.is_grad_enabled() and loop > without_gradient):
+                state = self.step(state, inputs, loop, context)
+                if self.exit_gate is not None:
+                    gates.append(self.gate(state))
             if loop in keep:
                 states[loop] = state
         return states, torch.stack(gates, dim=-1) if gates else None
@@ -131,6 +149,7 @@ class LoopLMModel(LoopLMPreTrainedModel):
         keep_loops: KeepLoops = "last",
         init_state: Tensor | None = None,
         state_seed: int = 0,
+        grad_loops: int | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         **paged: Any,
@@ -147,17 +166,20 @@ class LoopLMModel(LoopLMPreTrainedModel):
             state_seed: seed of the random start state and of state noise, where the config has them; they depend on it
                 and on each token's position alone.
             paged: the index tensors that continuous batching passes; any other keyword is a TypeError.
+            grad_loops: how many of the last loops carry gradient; all by default. Early loops then cost no memory.
             output_hidden_states, output_attentions: record every visit of every layer (transformers' recorder does).
         """
         check_paged(paged)
         loops = check_loops(self.config.loops if loops is None else loops)
+        if grad_loops is not None:
+            grad_loops = check_loops(grad_loops, "grad_loops")
         embeds = self._embeddings(input_ids, inputs_embeds)
         packed = not isinstance(cache, PagedAttentionCache) and is_packed(position_ids, attention_mask)
         cache = self._cache_for(cache, use_cache, loops, packed)
         _check_mask(attention_mask, embeds, cache)
-        context = build_context(self.config, embeds, attention_mask, position_ids, cache, state_seed, paged)
+        context = build_context(self.config, embeds, attention_mask, position_ids, cache, check_seed(state_seed), paged)
         keep = loops_to_keep(keep_loops, loops)
-        states, gate_logits = self.unroll(embeds, context, loops, keep | {loops}, init_state)
+        states, gate_logits = self.unroll(embeds, context, loops, keep | {loops}, init_state, grad_loops)
         hidden = self.readout(states[loops], context)
         return LoopModelOutput(
             last_hidden_state=hidden,
@@ -224,15 +246,23 @@ class LoopLMModel(LoopLMPreTrainedModel):
         return DynamicCache() if wanted else None  # it grows to loops x layers slots
 
 
-def check_loops(loops: int) -> int:
+def check_loops(loops: int, name: str = "loops") -> int:
     """`loops` as an int, if it is a count of at least one (numpy's and torch's integers are fine)."""
     try:
         count = 0 if isinstance(loops, bool) else operator.index(loops)
     except TypeError:
         count = 0
     if count < 1:
-        raise ValueError(f"loops={loops!r} must be a whole number of at least 1")
+        raise ValueError(f"{name}={loops!r} must be a whole number of at least 1")
     return count
+
+
+def check_seed(seed: int) -> int:
+    """`seed` as an int, if it is a whole number."""
+    try:
+        return operator.index(seed)
+    except TypeError:
+        raise ValueError(f"state_seed={seed!r} must be a whole number") from None
 
 
 def loops_to_keep(keep_loops: KeepLoops, loops: int) -> set[int]:

@@ -49,6 +49,7 @@ class LoopLMForCausalLM(LoopLMPreTrainedModel, GenerationMixin):
         keep_loops: KeepLoops = "last",
         init_state: Tensor | None = None,
         state_seed: int = 0,
+        grad_loops: int | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         num_items_in_batch: int | Tensor | None = None,
@@ -60,6 +61,7 @@ class LoopLMForCausalLM(LoopLMPreTrainedModel, GenerationMixin):
         objectives live in `looplm.objectives`. `num_items_in_batch` replaces the number of targets in that mean, as
         Trainer asks when it accumulates. `logits_to_keep` limits the logits to the last positions.
         """
+        recording = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
         out = self.model(
             input_ids,
             attention_mask,
@@ -71,8 +73,8 @@ class LoopLMForCausalLM(LoopLMPreTrainedModel, GenerationMixin):
             keep_loops,
             init_state,
             state_seed,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
+            grad_loops,
+            **{name: value for name, value in recording.items() if value is not None},
             **paged,
         )
         logits = self.lm_head(slice_logits_to_keep(out.last_hidden_state, logits_to_keep))
@@ -103,12 +105,28 @@ class LoopLMForCausalLM(LoopLMPreTrainedModel, GenerationMixin):
         """[B, S, V], each token read at its own exit loop; `out` must keep all loops."""
         return self.lm_head(self.model.hidden_at_exit(out, q))
 
+    def generate(self, *args: Any, generation_config: GenerationConfig | None = None, **kwargs: Any) -> Any:
+        """As in transformers; `loops` and `state_seed` may come as keywords or lie in the generation config."""
+        if kwargs.get("init_state") is not None:
+            raise ValueError("generate draws start states by state_seed; init_state belongs to a single forward")
+        settings = [config for config in (self.generation_config, generation_config) if config is not None]
+        ours = {name: vars(config)[name] for config in settings for name in _OURS if name in vars(config)}
+        if not ours:
+            return super().generate(*args, generation_config=generation_config, **kwargs)
+        # Left in a config, transformers would take our keywords for its own and keep them from the model.
+        view = copy.copy(self)
+        view.generation_config = _without_ours(self.generation_config)
+        chosen = None if generation_config is None else _without_ours(generation_config)
+        return super(LoopLMForCausalLM, view).generate(*args, generation_config=chosen, **(ours | kwargs))
+
     def generate_batch(self, inputs: list[list[int]], *args: Any, loops: int | None = None, **kwargs: Any) -> Any:
         """Continuous batching as transformers does it, at the config's loops: its scheduler carries no depth.
 
         Raises:
             ValueError: if `loops` asks for another depth than the config's.
         """
+        settings = kwargs.get("generation_config") or self.generation_config
+        loops = vars(settings).get("loops") if loops is None else loops
         if loops is not None and check_loops(loops) != self.config.loops:
             raise ValueError(
                 f"generate_batch runs the config's loops ({self.config.loops}); set model.config.loops = {loops} first"
@@ -134,6 +152,16 @@ class LoopLMForCausalLM(LoopLMPreTrainedModel, GenerationMixin):
         return super(LoopLMForCausalLM, sized)._prepare_cache_for_generation(  # ty: ignore[invalid-argument-type]
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
+
+
+_OURS = ("loops", "state_seed")
+
+
+def _without_ours(settings: GenerationConfig) -> GenerationConfig:
+    stripped = copy.deepcopy(settings)
+    for name in _OURS:
+        vars(stripped).pop(name, None)
+    return stripped
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -34,6 +34,9 @@ def load(path_or_id: str | Path, dtype: str | torch.dtype = "float32", device: s
         model = LoopLMForCausalLM(config)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     tensors = read_tensors(folder, layout, config, shapes)
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise ValueError(f"tensor '{name}' in {folder} is {tensor.dtype}, not floating point")
     wanted = _common_dtype(tensors.values()) if dtype == "auto" else _as_dtype(dtype)
     tensors = {name: tensor.to(_as_device(device), wanted) for name, tensor in tensors.items()}
     model.load_state_dict(tensors, strict=True, assign=True)

@@ -1,5 +1,6 @@
 """The configuration of a looped language model: which parts it is built from and how often its core runs."""
 
+import copy
 import dataclasses
 import difflib
 import math
@@ -55,6 +56,8 @@ class LoopLMConfig(PreTrainedConfig):
 
     model_type = "looplm"
     keys_to_ignore_at_inference: typing.ClassVar[list[str]] = ["cache", "gate_logits", "states", "context"]
+
+    auto_map: typing.ClassVar[dict[str, str]] = {}  # TRL reads it; no code of ours is ever fetched
 
     vocab_size: int = 49152
     hidden_size: int = 2048
@@ -139,10 +142,9 @@ class LoopLMConfig(PreTrainedConfig):
 
     def at_loops(self, loops: int) -> "LoopLMConfig":
         """A copy of this config that runs `loops` loops."""
-        values: dict[str, typing.Any] = self.to_dict() | {"loops": loops}
-        copy = type(self)(**values)
-        copy._attn_implementation = self._attn_implementation
-        return copy
+        sized = copy.copy(self)
+        sized.loops = loops
+        return sized
 
     def validate_architecture(self) -> None:
         """Refuse sizes that no model can be built from, by name."""
@@ -182,8 +184,13 @@ class LoopLMConfig(PreTrainedConfig):
             )
         if self.injection == "none" and self.inject_once:
             raise ValueError("inject_once=True needs an injection; injection='none' injects nothing")
-        if self.state_noise < 0:
-            raise ValueError(f"state_noise={self.state_noise} must not be negative")
+        if not 0 <= self.state_noise < math.inf:
+            raise ValueError(f"state_noise={self.state_noise} must be a number and not negative")
+        if self.embedding_initializer_range is not None:
+            if not 0 < self.embedding_initializer_range < math.inf:
+                raise ValueError(f"embedding_initializer_range={self.embedding_initializer_range} must be above 0")
+            if self.init == "takase":
+                raise ValueError("init='takase' draws the embedding by its own rule; leave embedding_initializer_range")
 
     def _refuse_unknown(self, kwargs: dict[str, object]) -> None:
         unknown = sorted(set(kwargs) - _TRANSFORMERS_KEYS)

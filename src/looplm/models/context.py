@@ -15,7 +15,8 @@ from looplm.models.noise import position_noise
 from looplm.models.rotary import Tables, rotary_tables
 
 AnyCache = Cache | PagedAttentionCache
-_PAGED_ARGUMENTS = frozenset(PagedAttentionArgs.__annotations__)
+# What continuous batching passes, and `seq_idx` of padding-free collators, which restarting positions already say.
+_PAGED_ARGUMENTS = frozenset(PagedAttentionArgs.__annotations__) | {"seq_idx"}
 
 
 class KVStore(Protocol):
@@ -109,7 +110,8 @@ def build_context(
     if position_ids is None:
         position_ids = _count_positions(embeds, attention_mask, past_length)
     position_ids = position_ids.expand(embeds.shape[0], -1)
-    if config.rope == "learned" and int(position_ids.max()) >= config.max_position_embeddings:
+    learned = config.rope == "learned" and not torch.compiler.is_compiling()
+    if learned and int(position_ids.max()) >= config.max_position_embeddings:
         raise ValueError(
             f"position {int(position_ids.max())} lies past max_position_embeddings={config.max_position_embeddings}, "
             "and learned positions do not extend"

@@ -1,30 +1,42 @@
 """Random states that depend on a seed and a token's position alone: never on batch, order, chunking or cache."""
 
-from functools import lru_cache
+import math
 
 import torch
 from torch import Tensor
 
-_BLOCK = 64
 _LIMIT = 3.0  # the truncated normal's cut, in standard deviations
+_BELOW = math.erfc(_LIMIT / math.sqrt(2)) / 2  # probability of a normal below -3
 
 
 def position_noise(position_ids: Tensor, size: int, std: float, seed: int, stream: int = 0) -> Tensor:
     """Truncated-normal noise [B, S, size], float32, for positions [B, S]; `stream` 0 is the start state.
 
-    A normal of standard deviation `std` cut at three of them. Every position has its own fixed draw.
+    A normal of standard deviation `std` cut at three of them. Every number is a hash of (seed, stream, position,
+    channel), so nothing is stored, no order of drawing matters, and the cost does not depend on the position.
     """
-    last = int(position_ids.max())
-    blocks = [_block(seed, stream, index, size) for index in range(last // _BLOCK + 1)]
-    table = torch.cat(blocks).to(position_ids.device)
-    return table[position_ids.clamp(min=0)] * std
+    channels = torch.arange(size, device=position_ids.device)
+    key = _signed(seed * 0x9E3779B97F4A7C15 + stream * 0xD1342543DE82EF95)
+    counter = position_ids.long()[..., None] * _signed(0xA0761D6478BD642F) + channels * _signed(0xE7037ED1A0B428DB)
+    bits = _mix(_mix(counter + key) + key)
+    uniform = ((bits >> 40) & (2**24 - 1)).float() * 2**-24 + 2**-25
+    between = _BELOW + uniform * (1 - 2 * _BELOW)
+    return torch.erfinv(2 * between - 1) * (math.sqrt(2) * std)
 
 
-@lru_cache(maxsize=256)
-@torch.inference_mode(False)  # a cached tensor must serve training too
-def _block(seed: int, stream: int, index: int, size: int) -> Tensor:
-    # An integer mix, so that neighbouring seeds, streams and blocks share no generator state.
-    mixed = (seed * 0x9E3779B97F4A7C15 + stream * 0xBF58476D1CE4E5B9 + index * 0x94D049BB133111EB) % 2**63
-    generator = torch.Generator().manual_seed(mixed)
-    noise = torch.empty(_BLOCK, size)
-    return torch.nn.init.trunc_normal_(noise, std=1.0, a=-_LIMIT, b=_LIMIT, generator=generator)
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64 on int64, whose products wrap: every input bit reaches every output bit."""
+    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """A logical shift to the right (int64's own keeps the sign)."""
+    return (x >> bits) & (2 ** (64 - bits) - 1)
+
+
+def _signed(value: int) -> int:
+    """The int64 with the low 64 bits of `value`."""
+    value %= 2**64
+    return value - 2**64 if value >= 2**63 else value

@@ -46,16 +46,21 @@ class LoopLMPreTrainedModel(PreTrainedModel):
         head = {HEAD} if not hasattr(model, "lm_head") else set()
         for problem, names in (
             ("misses", info["missing_keys"]),
+            ("has another shape for", {key[0] for key in info["mismatched_keys"]}),
             ("has an unexpected", set(info["unexpected_keys"]) - head),
         ):
             if names:
                 raise ValueError(f"{source} {problem} tensor '{min(names)}' ({len(names)} in all)")
+        _check_tensor_parallel(model.config, kwargs.get("distributed_config"))
         return (model, info) if output_loading_info else model
 
     @classmethod
     def _from_foreign(cls, source: str, *args: Any, config: LoopLMConfig | None, **kwargs: Any) -> Any:
         """Load a released layout: its tensors under our names go through transformers' own loading."""
-        folder = find_folder(source, **_hub_arguments(kwargs))
+        if kwargs.pop("variant", None) is not None:
+            raise ValueError("variant= is not known in Ouro's and Huginn's layouts; name the folder itself")
+        hub = _hub_arguments(kwargs)
+        folder = find_folder(source, **hub) / kwargs.pop("subfolder", "")
         layout, stored = read_layout(folder)
         tensors = read_tensors(folder, layout, stored, cls._shapes(stored))
         if config is None:
@@ -95,5 +100,12 @@ def _hub_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_foreign(source: str, kwargs: dict[str, Any]) -> bool:
-    values, _ = LoopLMConfig.get_config_dict(source, **_hub_arguments(kwargs))
+    values, _ = LoopLMConfig.get_config_dict(source, subfolder=kwargs.get("subfolder", ""), **_hub_arguments(kwargs))
     return values.get("model_type") in FOREIGN
+
+
+def _check_tensor_parallel(config: LoopLMConfig, distributed_config: Any) -> None:
+    ranks = getattr(distributed_config, "tp_size", None) or 1
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if getattr(config, name) % ranks:
+            raise ValueError(f"tp_size={ranks} does not divide {name}={getattr(config, name)}")

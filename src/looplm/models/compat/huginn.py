@@ -45,6 +45,7 @@ _FIXED = {
     "init_orthogonal": (False,),
     "test_time_noise": (0, 0.0),
     "bias": (False,),
+    "qk_bias": (True,),
 }
 # Keys that do not touch the computation, or that others imply.
 _IGNORED = frozenset(
@@ -83,6 +84,7 @@ _PARTS: dict[str, Any] = {
     "injection": "concat",
     "inject_once": False,
     "state_init": "normal",
+    "state_std": 0.4**0.5,
     "state_noise": 0.0,
     "step_conditioning": False,
     "residual_scale": 1.0,
@@ -123,12 +125,35 @@ def read_config(values: dict[str, Any]) -> LoopLMConfig:
     unknown = sorted(set(values) - {*_CONFIG_KEYS, *_FIXED, *_IGNORED})
     if unknown:
         raise ValueError(f"the Huginn config has an unknown key '{unknown[0]}', which might change the computation")
+    _refuse_contradictions(values)
     ours: dict[str, Any] = {our: values[key] for key, our in _CONFIG_KEYS.items() if key in values}
     ours["rope_theta"] = float(ours["rope_theta"])
-    tied = values.get("tie_word_embeddings", values.get("tie_embeddings", True))
-    ours["tie_word_embeddings"] = tied
-    ours["embed_scale"] = values.get("init_values", {}).get("embed_scale", math.sqrt(values["n_embd"]))
-    return LoopLMConfig(**ours, **_PARTS)
+    ours["tie_word_embeddings"] = values.get("tie_word_embeddings", values.get("tie_embeddings", True))
+    ours["embed_scale"] = (values.get("init_values") or {}).get("embed_scale", math.sqrt(values["n_embd"]))
+    return LoopLMConfig(**ours, **_PARTS, architectures=["LoopLMForCausalLM"])
+
+
+def _refuse_contradictions(values: dict[str, Any]) -> None:
+    """Huginn's files say several things twice; both must say the same."""
+    stacks = ("n_layers_in_prelude", "n_layers_in_recurrent_block", "n_layers_in_coda")
+    for key in (*stacks, "n_embd", "n_heads"):
+        if type(values[key]) is not int or values[key] < 1:
+            raise ValueError(f"the Huginn config has {key}={values[key]!r}, which must be a whole number of at least 1")
+    implied = {
+        "num_attention_heads": values["n_heads"],
+        "num_key_value_heads": values["n_heads"],
+        "hidden_size": values["n_embd"],
+        "max_position_embeddings": values["block_size"],
+        "n_layers": sum(values[key] for key in stacks),
+        "num_hidden_layers": sum(values[key] for key in stacks),
+        "tie_embeddings": values.get("tie_word_embeddings", values.get("tie_embeddings")),
+    }
+    for key, value in implied.items():
+        if key in values and values[key] != value:
+            raise ValueError(f"the Huginn config has {key}={values[key]!r} where its other keys imply {value!r}")
+    std = (values.get("init_values") or {}).get("std")
+    if std is not None and not math.isclose(std, math.sqrt(2 / (5 * values["n_embd"])), rel_tol=1e-4):
+        raise ValueError(f"the Huginn config has init_values.std={std!r}; only sqrt(2 / (5 n_embd)) is supported")
 
 
 def write_config(config: LoopLMConfig) -> dict[str, Any]:
@@ -137,6 +162,8 @@ def write_config(config: LoopLMConfig) -> dict[str, Any]:
     for part, value in needed.items():
         if getattr(config, part) != value:
             raise ValueError(f"Huginn's layout cannot hold {part}={getattr(config, part)!r}; it needs {value!r}")
+    if not (config.prelude_layers and config.coda_layers):
+        raise ValueError("Huginn's layout needs a prelude and a coda of at least one layer")
     values = {key: getattr(config, ours) for key, ours in _CONFIG_KEYS.items()}
     fixed = {key: allowed[0] for key, allowed in _FIXED.items()}
     std = math.sqrt(2 / (5 * config.hidden_size))

@@ -119,7 +119,7 @@ def read_config(values: dict[str, Any]) -> LoopLMConfig:
     if unknown:
         raise ValueError(f"the Ouro config has an unknown key '{unknown[0]}', which might change the computation")
     ours = {our: values[key] for key, our in _CONFIG_KEYS.items() if key in values}
-    return LoopLMConfig(**ours, rope_theta=_rope_theta(values), **_PARTS)
+    return LoopLMConfig(**ours, rope_theta=_rope_theta(values), **_PARTS, architectures=["LoopLMForCausalLM"])
 
 
 def write_config(config: LoopLMConfig) -> dict[str, Any]:
