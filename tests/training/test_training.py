@@ -74,8 +74,9 @@ class KilledError(Exception):
     """Stands for a process that dies in the middle of a step."""
 
 
-def test_resume_equals_the_uninterrupted_run_bit_for_bit(recipe_file, tmp_path, monkeypatch):
-    whole = train(recipe_at(recipe_file, tmp_path / "whole"))
+@pytest.mark.parametrize("depth", ["null", "{kind: log_normal, mu: 1.0, high: 5, grad_loops: 2}"])
+def test_resume_equals_the_uninterrupted_run_bit_for_bit(recipe_file, tmp_path, monkeypatch, depth):
+    whole = train(recipe_at(recipe_file, tmp_path / "whole", f"depth={depth}"))
     real, seen = mixture.Mixture.train, []
 
     def dies_after_nine(self, seed, step):
@@ -86,14 +87,26 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(recipe_file, tmp_path, 
 
     monkeypatch.setattr(mixture.Mixture, "train", dies_after_nine)
     with pytest.raises(KilledError):
-        train(recipe_at(recipe_file, tmp_path / "parts"))
+        train(recipe_at(recipe_file, tmp_path / "parts", f"depth={depth}"))
     assert [path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()] == ["step-00000006"]
     torch.manual_seed(99)  # a new process has another random state
-    resumed = train(recipe_at(recipe_file, tmp_path / "parts"))
+    resumed = train(recipe_at(recipe_file, tmp_path / "parts", f"depth={depth}"))
     assert seen == [*range(10), *range(6, 12)]
     assert (whole.step, resumed.step) == (12, 12)
     assert_same_checkpoint(whole.checkpoint, resumed.checkpoint)
     assert without_times(log_of(tmp_path / "parts")) == without_times(log_of(tmp_path / "whole"))
+
+
+def test_each_step_runs_at_its_own_drawn_depth(recipe_file, tmp_path):
+    recipe = recipe_at(recipe_file, tmp_path / "run", "depth={kind: uniform, low: 1, high: 4}")
+    train(recipe)
+    loops = [record["loops"] for record in log_of(tmp_path / "run") if "loss" in record]
+    assert loops == [recipe.depth.draw(recipe.seed, step).loops for step in range(12)]
+    assert len(set(loops)) > 1
+    for record in log_of(tmp_path / "run"):
+        if "loss" in record:
+            assert f"loss_loop{record['loops']}" in record
+            assert f"loss_loop{record['loops'] + 1}" not in record
 
 
 def test_a_finished_run_is_left_alone(recipe_file, tmp_path):
@@ -230,6 +243,8 @@ def test_weight_decay_leaves_norms_and_biases_alone(recipe_file):
         ("objective.beta=nan", "objective.beta: Input should be a finite number"),
         ("objective={kind: gate_regression,beta: 1}", "unknown key 'objective.beta'"),
         ("model=[1,2]", "cannot be read as a recipe"),
+        ("depth={kind: poisson, lambda: 3}", "unknown key 'depth.lambda'"),
+        ("depth={kind: uniform, low: 9, high: 4}", "1 <= low <= high"),
         ("data.compose.task.entities=0", "entities of at least 1"),
         ("steps", "not of the form a.b=value"),
         ("data={length: 8}", None),

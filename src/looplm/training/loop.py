@@ -12,6 +12,7 @@ from torch.optim import AdamW
 
 from looplm.models import LoopLMForCausalLM
 from looplm.objectives import ExpectedLoss, GateRegression
+from looplm.training.depth import Depth
 from looplm.training.evaluate import held_out_losses
 from looplm.training.logs import RunLog, StepProgress
 from looplm.training.mixture import Mixture
@@ -26,10 +27,15 @@ class ObjectiveModule(nn.Module):
         self.model = model
         self.objective = objective
 
-    def forward(self, batch: dict[str, Tensor], loops: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """The objective's loss and metrics on `batch` at `loops` loops."""
+    def forward(self, batch: dict[str, Tensor], depth: Depth) -> tuple[Tensor, dict[str, Tensor]]:
+        """The objective's loss and metrics on `batch` at a depth."""
         trace = self.model.model(
-            batch["input_ids"], position_ids=batch["position_ids"], loops=loops, keep_loops="all", use_cache=False
+            batch["input_ids"],
+            position_ids=batch["position_ids"],
+            loops=depth.loops,
+            keep_loops="all",
+            use_cache=False,
+            grad_loops=depth.grad_loops,
         )
         return self.objective(self.model, trace, batch)
 
@@ -60,7 +66,8 @@ def run_steps(
             for group in optimizer.param_groups:
                 group["lr"] = rate
             batch = data.train(recipe.seed, step)
-            loss, metrics = module(batch, recipe.loops)
+            depth = recipe.depth_at(step)
+            loss, metrics = module(batch, depth)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             norm = clip_grad_norm_(parameters, recipe.clip_norm)
@@ -69,7 +76,7 @@ def run_steps(
             optimizer.step()
             step += 1
             if step % recipe.log_every == 0 or step == recipe.steps:
-                values = {"loss": loss.item(), "lr": rate, "grad_norm": norm.item()}
+                values = {"loss": loss.item(), "lr": rate, "grad_norm": norm.item(), "loops": depth.loops}
                 values |= {name: value.item() for name, value in metrics.items()}
                 seconds = time.perf_counter() - began
                 log.write(step, values | {"tokens_per_second": batch["input_ids"].numel() / seconds})

@@ -14,6 +14,7 @@ from yaml import YAMLError
 
 from looplm.objectives import ExpectedLoss, GateRegression
 from looplm.tasks import Compose
+from looplm.training.depth import Depth, DepthSchedule, FixedDepth
 from looplm.training.schedules import WarmupStableDecay
 
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -72,7 +73,8 @@ class Recipe:
     """Everything that decides a run. What was run lies in its folder as recipe.json.
 
     A new model is built from `model` (fields of `LoopLMConfig`) with a tokenizer of `vocab_size` tokens trained on
-    the text; `init_from` continues from a checkpoint folder instead. `loops` is the depth of every step.
+    the text; `init_from` continues from a checkpoint folder instead. `loops` is the model's depth and that of every
+    step, unless `depth` draws one for each (`looplm.training.depth`).
     """
 
     out: str
@@ -84,6 +86,7 @@ class Recipe:
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: WarmupStableDecay = field(default_factory=WarmupStableDecay)
     loops: PositiveInt = 4
+    depth: Annotated[DepthSchedule, Field(discriminator="kind")] | None = None
     steps: PositiveInt
     clip_norm: PositiveFloat = 1.0
     seed: Annotated[int, Field(ge=0)] = 0
@@ -97,7 +100,12 @@ class Recipe:
             raise ValueError("give exactly one of model (a new one) and init_from (a checkpoint folder)")
         if self.model is not None and "vocab_size" in self.model:
             raise ValueError("model.vocab_size follows from the tokenizer; set vocab_size instead")
-        self.objective.check_loops(self.loops)
+        self.objective.check_loops(self.loops if self.depth is None else self.depth.low)
+
+    def depth_at(self, step: int) -> Depth:
+        """The loops of 0-based `step`, and how many of them carry gradient."""
+        schedule = self.depth or FixedDepth(loops=self.loops, high=self.loops)
+        return schedule.draw(self.seed, step)
 
 
 def load_recipe(
@@ -153,7 +161,7 @@ def _find(source: str | Path) -> Path:
 
 def _first(error: ValidationError) -> str:
     problem = error.errors()[0]
-    unions = {"expected_loss", "gate_regression"}
+    unions = {"expected_loss", "gate_regression", "fixed", "uniform", "poisson", "log_normal", "log_normal_poisson"}
     where = ".".join(str(part) for part in problem["loc"] if part not in unions)
     if problem["type"] == "unexpected_keyword_argument":
         return f"unknown key '{where}'"
