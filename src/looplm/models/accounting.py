@@ -27,15 +27,13 @@ def flops_per_token(config: LoopLMConfig, loops: int | None = None, context_leng
     layer = 2 * _layer_weights(config) + attended
     gate = 2 * config.hidden_size if config.exit_gate else 0
     injection = 2 * _INJECTED_WIDTHS[config.injection] * config.hidden_size**2 * (1 if config.inject_once else loops)
-    passes = config.prelude_layers + config.coda_layers + loops * config.core_layers
-    return passes * layer + loops * gate + injection + 2 * config.hidden_size * config.vocab_size
+    return config.slots(loops) * layer + loops * gate + injection + 2 * config.hidden_size * config.vocab_size
 
 
 def kv_bytes_per_token(config: LoopLMConfig, loops: int | None = None, dtype: torch.dtype = torch.bfloat16) -> int:
     """Key and value bytes that one token keeps when every loop has a slot of its own."""
     loops = config.loops if loops is None else loops
-    slots = config.prelude_layers + config.coda_layers + loops * config.core_layers
-    return slots * 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    return config.slots(loops) * 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
 
 
 def _layer_weights(config: LoopLMConfig) -> int:

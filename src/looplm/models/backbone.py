@@ -20,6 +20,7 @@ from looplm.models.exits import exit_loops
 from looplm.models.injection import build_injection
 from looplm.models.norm import build_norm
 from looplm.models.outputs import LoopModelOutput, Trace
+from looplm.models.precision import at_least_float32
 from looplm.models.pretrained import LoopLMPreTrainedModel
 
 KeepLoops = Literal["last", "all"] | Iterable[int]
@@ -30,7 +31,7 @@ class ExitGate(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """input [..., D] -> [..., 1]."""
-        wide = input if input.dtype == torch.float64 else input.float()
+        wide = at_least_float32(input)
         with torch.autocast(wide.device.type, enabled=False):
             return F.linear(wide, self.weight.to(wide.dtype), self.bias.to(wide.dtype))
 

@@ -17,6 +17,7 @@ from looplm.models.backbone import KeepLoops, LoopLMModel, check_loops
 from looplm.models.config import LoopLMConfig
 from looplm.models.context import AnyCache
 from looplm.models.outputs import LoopOutput, Trace
+from looplm.models.precision import at_least_float32
 from looplm.models.pretrained import LoopLMPreTrainedModel
 
 
@@ -164,13 +165,9 @@ def _without_ours(settings: GenerationConfig) -> GenerationConfig:
     return stripped
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def _next_token_loss(logits: Tensor, labels: Tensor, num_items: int | Tensor | None) -> Tensor:
     """Mean cross-entropy over unmasked targets; 0 where all are masked."""
     targets = labels[:, 1:].flatten()
-    nll = F.cross_entropy(_wide(logits[:, :-1].flatten(0, 1)), targets, ignore_index=-100, reduction="sum")
+    nll = F.cross_entropy(at_least_float32(logits[:, :-1].flatten(0, 1)), targets, ignore_index=-100, reduction="sum")
     count = (targets != -100).sum() if num_items is None else torch.as_tensor(num_items, device=nll.device)
     return nll / count.clamp(min=1)

@@ -27,18 +27,15 @@ def load(path_or_id: str | Path, dtype: str | torch.dtype = "float32", device: s
         ValueError: for a missing, unexpected or misshapen tensor, a file that is not safetensors, or a config value
             that would change the computation and is not supported; each is named.
     """
-    folder = find_folder(path_or_id)
+    place, folder = _as_device(device), find_folder(path_or_id)
     layout, config = read_layout(folder)
     config.name_or_path = str(path_or_id)  # PEFT and TRL open the base model again by it
     with torch.device("meta"):
         model = LoopLMForCausalLM(config)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     tensors = read_tensors(folder, layout, config, shapes)
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point():
-            raise ValueError(f"tensor '{name}' in {folder} is {tensor.dtype}, not floating point")
     wanted = _common_dtype(tensors.values()) if dtype == "auto" else _as_dtype(dtype)
-    tensors = {name: tensor.to(_as_device(device), wanted) for name, tensor in tensors.items()}
+    tensors = {name: tensor.to(place, wanted) for name, tensor in tensors.items()}
     model.load_state_dict(tensors, strict=True, assign=True)
     model.tie_weights()
     model.config.dtype = wanted

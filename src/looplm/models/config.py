@@ -112,8 +112,12 @@ class LoopLMConfig(PreTrainedConfig):
 
     @property
     def num_hidden_layers(self) -> int:
-        """KV slots at `loops` loops: prelude + coda + loops x core. Every transformers cache is sized by it."""
-        return self.prelude_layers + self.coda_layers + self.loops * self.core_layers
+        """`slots` at the config's own loops. Every transformers cache is sized by it."""
+        return self.slots(self.loops)
+
+    def slots(self, loops: int) -> int:
+        """Layer visits, each with a KV slot, in a call of `loops` loops: prelude + coda + loops x core."""
+        return self.prelude_layers + self.coda_layers + loops * self.core_layers
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:  # ty: ignore[incompatible-property-override]

@@ -135,7 +135,7 @@ def build_context(
 def check_cache(cache: AnyCache, config: LoopLMConfig, loops: int) -> None:
     """Refuse a cache whose slots belong to another loop count; an empty growing cache fits any."""
     held = len(cache) if isinstance(cache, Cache) else len(cache.layer_to_allocator)
-    needed = config.prelude_layers + config.coda_layers + loops * config.core_layers
+    needed = config.slots(loops)
     if held in (0, needed):
         return
     bound, rest = divmod(held - config.prelude_layers - config.coda_layers, config.core_layers)

@@ -9,17 +9,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from looplm.models.precision import at_least_float32
+
 
 def log_survival(gate_logits: Tensor) -> Tensor:
     """log S_t [..., T] of gate logits [..., T]: the log-probability of not having left by loop t."""
-    return F.logsigmoid(-_at_least_float32(gate_logits)).cumsum(-1)
+    return F.logsigmoid(-at_least_float32(gate_logits)).cumsum(-1)
 
 
 def exit_log_pdf(gate_logits: Tensor) -> Tensor:
     """log p_t [..., T]; finite for any finite logits, and p sums to 1 over the loops."""
     survival = log_survival(gate_logits)[..., :-1]
     before = F.pad(survival, (1, 0))
-    leave = F.logsigmoid(_at_least_float32(gate_logits)[..., :-1])
+    leave = F.logsigmoid(at_least_float32(gate_logits)[..., :-1])
     return torch.cat([before[..., :-1] + leave, before[..., -1:]], dim=-1)
 
 
@@ -48,7 +50,3 @@ def exit_loops(gate_logits: Tensor, q: float) -> Tensor:
     reached = log_survival(gate_logits) <= math.log1p(-q)
     reached[..., -1] = True
     return reached.int().argmax(-1) + 1
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()

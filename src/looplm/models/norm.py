@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from looplm.models.config import LoopLMConfig
+from looplm.models.precision import at_least_float32
 
 
 class RMSNorm(nn.Module):
@@ -16,7 +17,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size], normed."""
-        wide = x if x.dtype == torch.float64 else x.float()
+        wide = at_least_float32(x)
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * (wide * scale).to(x.dtype)
 

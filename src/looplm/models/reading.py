@@ -100,6 +100,8 @@ def _split(
     wanted = joined if stored is None else list(stored)
     if list(tensor.shape) != wanted:
         raise ValueError(f"tensor '{theirs}' in {folder} has shape {list(tensor.shape)}; the config asks for {wanted}")
+    if not tensor.is_floating_point():
+        raise ValueError(f"tensor '{theirs}' in {folder} is {tensor.dtype}, not floating point")
     pieces = tensor.reshape(joined).split([shape[0] for shape in shapes])
     return {part: piece.contiguous() for part, piece in zip(parts, pieces, strict=True)}
 

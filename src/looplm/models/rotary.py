@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from looplm.models.precision import at_least_float32
+
 Tables = tuple[Tensor, Tensor]
 
 
@@ -31,7 +33,7 @@ def rotate_halves(x: Tensor, tables: Tables) -> Tensor:
 def rotate_pairs(x: Tensor, tables: Tables) -> Tensor:
     """Rotate x [B, H, S, head_dim] with dimension 2i paired to 2i + 1, in float32 (Huginn)."""
     cos, sin = tables
-    wide = x if x.dtype == torch.float64 else x.float()
+    wide = at_least_float32(x)
     even, odd = wide[..., 0::2], wide[..., 1::2]
     turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
     return turned.flatten(-2).to(x.dtype)

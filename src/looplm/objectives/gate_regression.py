@@ -66,5 +66,5 @@ class GateRegression:
             F.binary_cross_entropy_with_logits(-g, w, reduction="none") for g, w in zip(logits, go_on, strict=True)
         ]
         loss = (torch.stack(per_gate) * weights).sum() / num_loops
-        metrics = {"gate_loss": loss.detach(), "go_on_label": (go_on * weights).sum() / max(num_loops - 1, 1)}
+        metrics = {"gate_loss": loss.detach(), "go_on_label": (go_on * weights).sum() / (num_loops - 1)}
         return loss, metrics

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplm.models.compat.layout import Layout, TensorTable
+from looplm.models.compat.layout import Layout, TensorTable, check_keys, check_parts
 from looplm.models.config import LoopLMConfig
 
 # Huginn's config key -> ours, where the value carries over unchanged.
@@ -116,15 +116,7 @@ _STACKS = {"prelude": "prelude", "core_block": "core", "coda": "coda"}
 
 def read_config(values: dict[str, Any]) -> LoopLMConfig:
     """Our config for Huginn's config.json; a key that changes the computation and is not supported is refused."""
-    for key in _REQUIRED:
-        if values.get(key) is None:
-            raise ValueError(f"the Huginn config lacks '{key}'")
-    for key, allowed in _FIXED.items():
-        if values.get(key, allowed[0]) not in allowed:
-            raise ValueError(f"the Huginn config has {key}={values[key]!r}, which is not supported")
-    unknown = sorted(set(values) - {*_CONFIG_KEYS, *_FIXED, *_IGNORED})
-    if unknown:
-        raise ValueError(f"the Huginn config has an unknown key '{unknown[0]}', which might change the computation")
+    check_keys("Huginn", values, _REQUIRED, _FIXED, {*_CONFIG_KEYS, *_IGNORED})
     _refuse_contradictions(values)
     ours: dict[str, Any] = {our: values[key] for key, our in _CONFIG_KEYS.items() if key in values}
     ours["rope_theta"] = float(ours["rope_theta"])
@@ -152,21 +144,23 @@ def _refuse_contradictions(values: dict[str, Any]) -> None:
         if key in values and values[key] != value:
             raise ValueError(f"the Huginn config has {key}={values[key]!r} where its other keys imply {value!r}")
     std = (values.get("init_values") or {}).get("std")
-    if std is not None and not math.isclose(std, math.sqrt(2 / (5 * values["n_embd"])), rel_tol=1e-4):
+    if std is not None and not math.isclose(std, _weight_std(values["n_embd"]), rel_tol=1e-4):
         raise ValueError(f"the Huginn config has init_values.std={std!r}; only sqrt(2 / (5 n_embd)) is supported")
+
+
+def _weight_std(width: int) -> float:
+    return math.sqrt(2 / (5 * width))
 
 
 def write_config(config: LoopLMConfig) -> dict[str, Any]:
     """Huginn's config.json for our config, if our model has Huginn's parts."""
-    needed = _PARTS | {"bias": False, "num_key_value_heads": config.num_attention_heads, "qk_bias": True}
-    for part, value in needed.items():
-        if getattr(config, part) != value:
-            raise ValueError(f"Huginn's layout cannot hold {part}={getattr(config, part)!r}; it needs {value!r}")
+    needed = {"bias": False, "num_key_value_heads": config.num_attention_heads, "qk_bias": True}
+    check_parts("Huginn", config, _PARTS | needed)
     if not (config.prelude_layers and config.coda_layers):
         raise ValueError("Huginn's layout needs a prelude and a coda of at least one layer")
     values = {key: getattr(config, ours) for key, ours in _CONFIG_KEYS.items()}
     fixed = {key: allowed[0] for key, allowed in _FIXED.items()}
-    std = math.sqrt(2 / (5 * config.hidden_size))
+    std = _weight_std(config.hidden_size)
     depth = config.num_hidden_layers
     return (
         values
@@ -196,7 +190,6 @@ def tensors(config: LoopLMConfig) -> TensorTable:
         for theirs, ours in _STACKS.items()
         for layer in range(sizes[ours])
         for name, parts in _BLOCK_NAMES.items()
-        if config.qk_bias or name != "attn.qk_bias"
     }
     return _GLOBAL_NAMES | blocks
 

@@ -1,6 +1,6 @@
 """A checkpoint layout: how its config and its tensors map to ours, both ways."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,3 +31,32 @@ class Layout:
     tensors: Callable[[LoopLMConfig], TensorTable] | None = None
     stored_shapes: Callable[[LoopLMConfig], dict[str, tuple[int, ...]]] = nothing
     constants: Callable[[LoopLMConfig], dict[str, Tensor]] = nothing
+
+
+def check_keys(
+    family: str,
+    values: dict[str, Any],
+    required: Iterable[str],
+    fixed: dict[str, tuple[Any, ...]],
+    known: Iterable[str],
+) -> None:
+    """Refuse a released config that lacks a key, has an unknown one, or a value that we do not compute.
+
+    `fixed` gives the values of a key that we compute; the first of them is the default.
+    """
+    for key in required:
+        if values.get(key) is None:
+            raise ValueError(f"the {family} config lacks '{key}'")
+    for key, allowed in fixed.items():
+        if values.get(key, allowed[0]) not in allowed:
+            raise ValueError(f"the {family} config has {key}={values[key]!r}, which is not supported")
+    unknown = sorted(set(values) - {*known, *fixed})
+    if unknown:
+        raise ValueError(f"the {family} config has an unknown key '{unknown[0]}', which might change the computation")
+
+
+def check_parts(family: str, config: LoopLMConfig, parts: dict[str, Any]) -> None:
+    """Refuse a model that a family's layout cannot hold, by the part that differs."""
+    for part, value in parts.items():
+        if getattr(config, part) != value:
+            raise ValueError(f"{family}'s layout cannot hold {part}={getattr(config, part)!r}; it needs {value!r}")

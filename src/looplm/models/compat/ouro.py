@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from looplm.models.compat.layout import Layout, TensorTable
+from looplm.models.compat.layout import Layout, TensorTable, check_keys, check_parts
 from looplm.models.config import LoopLMConfig
 
 # Ouro's config key -> ours, where the value carries over unchanged.
@@ -42,7 +42,6 @@ _FIXED = {
     "sliding_window": (None,),
     "rope_scaling": (None,),
     "early_exit_step": (None,),
-    "early_exit_threshold": (1.0, None),
 }
 # Keys that do not touch the computation.
 _IGNORED = frozenset(
@@ -106,27 +105,20 @@ _GLOBAL_NAMES = {
 
 def read_config(values: dict[str, Any]) -> LoopLMConfig:
     """Our config for Ouro's config.json; a key that changes the computation and is not supported is refused."""
-    for key in _REQUIRED:
-        if values.get(key) is None:
-            raise ValueError(f"the Ouro config lacks '{key}'")
-    for key, allowed in _FIXED.items():
-        if values.get(key, allowed[0]) not in allowed:
-            raise ValueError(_refusal(key, values[key]))
+    if values.get("early_exit_threshold", 1.0) not in (1.0, None):
+        threshold = f"early_exit_threshold={values['early_exit_threshold']}"
+        raise ValueError(f"{threshold} is not read from a config; set it to 1.0 and ask for exits by q at run time")
+    known = {*_CONFIG_KEYS, *_IGNORED, "early_exit_threshold", "layer_types", "rope_theta", "rope_parameters"}
+    check_keys("Ouro", values, _REQUIRED, _FIXED, known)
     if set(values.get("layer_types") or ["full_attention"]) != {"full_attention"}:
         raise ValueError(_refusal("layer_types", values["layer_types"]))
-    known = {*_CONFIG_KEYS, *_FIXED, *_IGNORED, "layer_types", "rope_theta", "rope_parameters"}
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise ValueError(f"the Ouro config has an unknown key '{unknown[0]}', which might change the computation")
     ours = {our: values[key] for key, our in _CONFIG_KEYS.items() if key in values}
     return LoopLMConfig(**ours, rope_theta=_rope_theta(values), **_PARTS, architectures=["LoopLMForCausalLM"])
 
 
 def write_config(config: LoopLMConfig) -> dict[str, Any]:
     """Ouro's config.json for our config, if our model has Ouro's parts."""
-    for part, value in _PARTS.items():
-        if getattr(config, part) != value:
-            raise ValueError(f"Ouro's layout cannot hold {part}={getattr(config, part)!r}; it needs {value!r}")
+    check_parts("Ouro", config, _PARTS)
     values = {key: getattr(config, ours) for key, ours in _CONFIG_KEYS.items()}
     return values | {
         "architectures": ["OuroForCausalLM"],
@@ -168,8 +160,6 @@ def _rope_theta(values: dict[str, Any]) -> float:
 
 
 def _refusal(key: str, value: object) -> str:
-    if key == "early_exit_threshold":
-        return f"{key}={value} is not read from a config; set it to 1.0 and ask for exits by q at run time"
     return f"the Ouro config has {key}={value!r}, which is not supported"
 
 
