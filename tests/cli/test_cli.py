@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import looplm
@@ -19,6 +20,7 @@ runner = CliRunner()
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     tokenizer = train_tokenizer(["some text to learn from"], 300)
+    torch.manual_seed(0)
     model = looplm.LoopLMForCausalLM(tiny_config(vocab_size=len(tokenizer), eos_token_id=None))
     looplm.save(model, folder)
     tokenizer.save_pretrained(folder)
@@ -63,6 +65,18 @@ def test_generate_equals_the_library(checkpoint):
     assert full["loops_per_token"] == [3] * 5
     sampled = [run("generate", checkpoint, "some", "--temperature", 1, "--seed", s, "--json").output for s in (1, 1, 2)]
     assert sampled[0] == sampled[1] != sampled[2]
+
+
+@pytest.mark.parametrize("arguments", [(), ("--exit", 1), ("--exit", 0.5)])
+def test_generate_stops_at_the_tokenizers_end(checkpoint, tmp_path, arguments):
+    """On every path, though neither config names it."""
+    model, tokenizer = looplm.load(checkpoint), looplm.load_tokenizer(checkpoint)
+    first = json.loads(run("generate", checkpoint, "some", *arguments, "--max-tokens", 1, "--json").output)["tokens"][0]
+    looplm.save(model, tmp_path)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(first)
+    tokenizer.save_pretrained(tmp_path)
+    made = json.loads(run("generate", tmp_path, "some", *arguments, "--max-tokens", 5, "--json").output)
+    assert made["tokens"] == [first]
 
 
 def test_export_and_back(checkpoint, tmp_path):

@@ -21,13 +21,14 @@ class ExitToken:
 def decode_with_exits(
     model: LoopLMForCausalLM, input_ids: Tensor, q: float, max_new_tokens: int, temperature: float = 0.0,
     loops: int | None = None, generator: torch.Generator | None = None,
+    ends: set[int] | None = None,
 ) -> list[ExitToken]:  # fmt: skip
     """Continue one prompt [1, S]; each token comes from the logits of the first loop whose exit CDF reaches `q`.
 
-    Greedy at temperature 0, else sampled. Stops at any end token (`end_token_ids`), which is included.
+    Greedy at temperature 0, else sampled. Stops at any of `ends` (by default `end_token_ids`), which is included.
     """
     made: list[ExitToken] = []
-    ends = end_token_ids(model)
+    ends = end_token_ids(model) if ends is None else ends
     cache, new = None, input_ids
     while len(made) < max_new_tokens:
         out = model(new, cache=cache, use_cache=True, loops=loops, keep_loops="all", logits_to_keep=1)

@@ -32,16 +32,18 @@ def continue_prompt(
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"].long()
     if ids.shape[1] == 0:
         raise ValueError("the prompt is empty; give at least one token")
+    ends = end_token_ids(model, tokenizer.eos_token_id)
     if exit_threshold is not None:
         generator = torch.Generator().manual_seed(seed)
-        made = decode_with_exits(model, ids, exit_threshold, max_tokens, temperature, loops, generator)
+        made = decode_with_exits(model, ids, exit_threshold, max_tokens, temperature, loops, generator, ends)
         tokens, depths = [token.token for token in made], [token.loop for token in made]
     else:
         torch.manual_seed(seed)
         sampling: dict[str, Any] = (
             {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         )
-        ends = sorted(end_token_ids(model, tokenizer.eos_token_id)) or None
-        whole = model.generate(ids, max_new_tokens=max_tokens, loops=loops, eos_token_id=ends, **sampling)
+        whole = model.generate(
+            ids, max_new_tokens=max_tokens, loops=loops, eos_token_id=sorted(ends) or None, **sampling
+        )
         tokens, depths = whole[0, ids.shape[1] :].tolist(), None
     return Continuation(text=str(tokenizer.decode(tokens)), tokens=tokens, loops_per_token=depths)
