@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conftest import random_ids, tiny_model
 from looplm.models.exits import exit_cdf, exit_log_pdf, exit_loops, exit_pdf
 
 logits = st.lists(st.floats(-50, 50, width=32), min_size=1, max_size=8)
@@ -67,3 +68,28 @@ def test_extreme_gates_have_finite_gradients():
     log_pdf = exit_log_pdf(gate)
     (log_pdf.exp() * log_pdf).sum().backward()
     assert gate.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("q", [0.0, 0.29, 0.5, 0.66, 1.0])
+def test_no_token_leaves_before_the_floor(q):
+    gate = torch.tensor([[logit(0.3)] * 4, [50.0] * 4, [-50.0] * 4])
+    free = exit_loops(gate, q)
+    for floor in (1, 2, 3, 4):
+        assert torch.equal(exit_loops(gate, q, floor), free.clamp(min=floor))
+
+
+@pytest.mark.parametrize("floor", [0, 5, -1])
+@pytest.mark.parametrize("q", [0.5, 1.0])
+def test_a_floor_outside_the_loops_is_refused(floor, q):
+    with pytest.raises(ValueError, match=f"min_loops={floor} must be between 1 and the call's loops, 4"):
+        exit_loops(torch.zeros(2, 4), q, floor)
+
+
+def test_a_model_reads_from_the_floor_on():
+    model, ids = tiny_model(), random_ids(2, 6)
+    model.model.exit_gate.bias.data.fill_(50.0)
+    out = model(ids, keep_loops="all")
+    assert (model.exit_loops(out, 0.5) == 1).all()
+    assert (model.exit_loops(out, 0.5, min_loops=2) == 2).all()
+    torch.testing.assert_close(model.logits_at_exit(out, 0.5, min_loops=2), model.logits_at(out, 2))
+    torch.testing.assert_close(model.model.hidden_at_exit(out, 0.5, min_loops=2), model.hidden_at(out, 2))

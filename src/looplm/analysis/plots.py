@@ -32,6 +32,15 @@ def lines_by_loop(
     return figure
 
 
+def lines_by_step(lines: Mapping[str, Sequence[tuple[int, float]]], ylabel: str) -> Figure:
+    """One line a name over training steps."""
+    figure, axes = _figure("training step", ylabel)
+    for colour, (name, points) in zip(COLOURS, lines.items(), strict=False):
+        axes.plot([step for step, _ in points], [value for _, value in points], color=colour, label=name, linewidth=1.2)
+    axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
 def exit_curves(curves: Mapping[str, Sequence[DepthPoint]], fixed: Sequence[DepthPoint]) -> Figure:
     """Accuracy against mean loops: a line for each gate, squares joined by a dotted line for the fixed depths."""
     figure, axes = _figure("mean loops per answer", "accuracy (%)")
@@ -46,6 +55,17 @@ def exit_curves(curves: Mapping[str, Sequence[DepthPoint]], fixed: Sequence[Dept
         alpha = 0.45 if width > 2 else 1.0
         axes.plot(depths, heights, ".-", color=colour, label=name, linewidth=width, alpha=alpha, markersize=4 + width)
     axes.legend(frameon=False, fontsize=9, loc="lower right")
+    return figure
+
+
+def loss_against_loops(curves: Mapping[str, Sequence[Mapping[str, float]]], fixed: Sequence[float]) -> Figure:
+    """Loss against mean loops: a line for each gate's thresholds, squares joined by a dotted line for fixed depths."""
+    figure, axes = _figure("mean loops per token", "held-out loss")
+    axes.plot(range(1, len(fixed) + 1), fixed, "s:", color="0.35", label="fixed depth", markersize=7, zorder=3)
+    for colour, (name, points) in zip(COLOURS, curves.items(), strict=False):
+        ordered = sorted(points, key=lambda point: point["mean_loops"])
+        axes.plot([p["mean_loops"] for p in ordered], [p["loss"] for p in ordered], ".-", color=colour, label=name)
+    axes.legend(frameon=False, fontsize=9)
     return figure
 
 

@@ -9,8 +9,18 @@ import typer
 P = ParamSpec("P")
 R = TypeVar("R")
 
+INTERRUPTED = 130  # the exit code of a run that Ctrl-C stopped
+
 # The package whose absence means that an extra is not installed.
-_EXTRAS = {"omegaconf": "train", "pydantic": "train", "tensorboard": "train", "matplotlib": "studies"}
+_EXTRAS = {
+    "omegaconf": "train",
+    "pydantic": "train",
+    "tensorboard": "train",
+    "torchdata": "train",
+    "peft": "lora",
+    "datasets": "data",
+    "matplotlib": "studies",
+}
 
 
 def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:

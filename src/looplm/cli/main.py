@@ -1,26 +1,30 @@
 """`looplm <verb>`: each verb parses its arguments, calls one function and prints."""
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from looplm.cli.errors import one_line_errors
+from looplm.cli.bench import bench
+from looplm.cli.errors import INTERRUPTED, one_line_errors
+from looplm.cli.study import study
+from looplm.cli.tables import AsJson, print_rows
+
+if TYPE_CHECKING:
+    from looplm.training import RunResult
 
 app = typer.Typer(
     help="Looped language models: train, run and study them.", no_args_is_help=True, pretty_exceptions_enable=False,
     add_completion=False,
 )  # fmt: skip
-bench = typer.Typer(help="Measure, side by side in one run.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.add_typer(study, name="study")
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-INTERRUPTED = 130
 USAGE_ERROR = typer.BadParameter.__mro__[1]  # click's own, which typer exports under this name alone
 
 
@@ -48,8 +52,58 @@ def train(
     from looplm.training import load_recipe
     from looplm.training import train as run
 
-    done = run(load_recipe(recipe, overrides or []), title=recipe)
-    typer.echo(f"checkpoint: {done.checkpoint}")
+    _report(run(load_recipe(recipe, overrides or []), title=recipe))
+
+
+@app.command()
+@one_line_errors
+def sft(
+    model: Annotated[str, typer.Argument(help="A checkpoint, a run folder or a hub id.")],
+    data: Annotated[str, typer.Argument(help="Conversations: .jsonl, .parquet, .arrow, a folder, or hub:owner/name.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Changes to the recipe, a.b=value.")] = None,
+    recipe: Annotated[str, typer.Option(help="A YAML file, or the name of a built-in recipe.")] = "sft",
+) -> None:
+    """Fine-tune a model on conversations: the recipe `sft`, with model and data filled in."""
+    from looplm.training import load_recipe
+    from looplm.training import train as run
+
+    paths = {"init_from": model, "data.sources.chat.path": data}
+    _report(run(load_recipe(recipe, overrides or [], paths), title="sft"))
+
+
+@app.command()
+@one_line_errors
+def tokenize(
+    text: Annotated[str, typer.Argument(help="Text: a file or folder of text, .jsonl, .parquet, .arrow, or hub:...")],
+    tokenizer: Annotated[str, typer.Argument(help="A folder with tokenizer.json, or a checkpoint.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    field: Annotated[str, typer.Option(help="The field of a record that holds its text.")] = "text",
+) -> None:
+    """Write text as token shards, which training reads by memory map."""
+    from looplm.cli.corpus import tokenize_corpus
+
+    made = tokenize_corpus(text, tokenizer, out, field)
+    typer.echo(f"wrote {made.num_tokens:,} tokens of {made.num_documents:,} documents to {out}")
+
+
+@app.command()
+@one_line_errors
+def average(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    out: Annotated[Path, typer.Argument(help="The model folder to write.")],
+    beta: Annotated[float, typer.Option(min=0.0, max=1.0, help="Decay from one checkpoint to the one before.")] = 0.9,
+    last: Annotated[int, typer.Option(min=1, help="How many of the newest checkpoints to look at.")] = 75,
+    dilation: Annotated[int, typer.Option(min=1, help="Take every so many of them.")] = 7,
+) -> None:
+    """Average a run's checkpoints into one model (Huginn's dilated average)."""
+    from looplm.cli.corpus import average_run
+
+    typer.echo(f"averaged {len(average_run(run, out, beta, last, dilation))} checkpoints into {out}")
+
+
+def _report(done: "RunResult") -> None:
+    if int(os.environ.get("RANK", "0")) == 0:
+        typer.echo(f"checkpoint: {done.checkpoint}")
     if not done.finished:
         typer.echo(f"stopped at step {done.step} of {done.steps}; the same command resumes", err=True)
         raise typer.Exit(INTERRUPTED)
@@ -100,7 +154,7 @@ def info(
     console = Console()
     console.print(f"{checkpoint}: {found['parameters']:,} parameters ({found['layout']} layout)", highlight=False)
     console.print(", ".join(f"{key}={value}" for key, value in found["config"].items()), highlight=False)
-    _print_rows(console, found["cost"])
+    print_rows(console, found["cost"])
 
 
 @app.command()
@@ -114,43 +168,6 @@ def export(
     from looplm.cli.export import export_checkpoint
 
     typer.echo(f"wrote {export_checkpoint(checkpoint, out, layout)}")
-
-
-@bench.command("head-loss")
-@one_line_errors
-def bench_head_loss(
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens N.")] = 1024,
-    width: Annotated[int, typer.Option(min=1, help="Width D.")] = 512,
-    vocab: Annotated[int, typer.Option(min=2, help="Vocabulary V.")] = 49152,
-    loops: Annotated[int, typer.Option(min=1, help="Loops T.")] = 4,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 5,
-    as_json: AsJson = False,
-) -> None:
-    """Stage I's head loss: chunked against holding T full logit tensors."""
-    from looplm.studies.bench_head_loss import bench_head_loss as measure
-
-    rows = [asdict(row) for row in measure(tokens, width, vocab, loops, repeats)]
-    ours, plain = rows
-    ratio = {"time": ours["seconds"] / plain["seconds"], "memory": ours["peak_bytes"] / plain["peak_bytes"]}
-    if as_json:
-        problem = {"tokens": tokens, "width": width, "vocab": vocab, "loops": loops}
-        typer.echo(json.dumps({"problem": problem, "rows": rows, "ratio": ratio}))
-        return
-    console = Console()
-    console.print(
-        f"N = {tokens}, D = {width}, V = {vocab}, T = {loops}, float32, forward and backward", highlight=False
-    )
-    _print_rows(console, [row | {"seconds": f"{row['seconds']:.3f}"} for row in rows])
-    console.print(f"chunked / plain: {ratio['time']:.2f} x time, {ratio['memory']:.2f} x memory", highlight=False)
-
-
-def _print_rows(console: Console, rows: list[dict]) -> None:
-    table = Table()
-    for name in rows[0]:
-        table.add_column(name.replace("_", " "), justify="right")
-    for row in rows:
-        table.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in row.values()))
-    console.print(table)
 
 
 def main() -> None:

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-IGNORED = -100
+from looplm.data.rows import IGNORED, Row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,11 +16,8 @@ class Document:
     is_target: Sequence[bool]
 
 
-def pack(documents: Sequence[Document], length: int, pad: int = 0) -> dict[str, Tensor]:
-    """Rows [R, length] of `input_ids`, `labels` (-100 where no target) and `position_ids`.
-
-    First fit, in order. Positions restart with every document, which is how the model keeps packed documents apart;
-    padding at a row's end restarts at every token and is no target. A document's first token is never a target.
+def pack(documents: Sequence[Document], length: int, pad: int = 0) -> list[Row]:
+    """Rows of `length` tokens that hold all documents: first fit, in order.
 
     Raises:
         ValueError: if a document is longer than a row.
@@ -30,8 +26,6 @@ def pack(documents: Sequence[Document], length: int, pad: int = 0) -> dict[str, 
     room: list[int] = []
     for document in documents:
         size = len(document.tokens)
-        if size > length:
-            raise ValueError(f"a document of {size} tokens does not fit into rows of {length}")
         row = next((row for row, free in enumerate(room) if free >= size), None)
         if row is None:
             rows.append([])
@@ -39,10 +33,19 @@ def pack(documents: Sequence[Document], length: int, pad: int = 0) -> dict[str, 
             row = len(rows) - 1
         rows[row].append(document)
         room[row] -= size
-    return _stack([_row(row, length, pad) for row in rows])
+    return [packed_row(row, length, pad) for row in rows]
 
 
-def _row(documents: list[Document], length: int, pad: int) -> dict[str, list[int]]:
+def packed_row(documents: Sequence[Document], length: int, pad: int) -> Row:
+    """One row of `length` tokens: the documents one after another, then padding.
+
+    Positions restart with every document, which is how the model keeps packed documents apart; padding restarts at
+    every token and is no target. A document's first token is never a target. Masks follow the documents' lengths, never
+    ids, so that a padding id which is also the end token hides no end.
+
+    Raises:
+        ValueError: if the documents are longer than the row.
+    """
     tokens: list[int] = []
     labels: list[int] = []
     positions: list[int] = []
@@ -52,12 +55,10 @@ def _row(documents: list[Document], length: int, pad: int) -> dict[str, list[int
         targets = zip(document.tokens[1:], document.is_target[1:], strict=True)
         labels += [IGNORED, *(token if counts else IGNORED for token, counts in targets)]
     missing = length - len(tokens)
+    if missing < 0:
+        raise ValueError(f"a document of {len(tokens)} tokens does not fit into rows of {length}")
     return {
-        "input_ids": tokens + [pad] * missing,
-        "labels": labels + [IGNORED] * missing,
-        "position_ids": positions + [0] * missing,
+        "input_ids": torch.tensor(tokens + [pad] * missing),
+        "labels": torch.tensor(labels + [IGNORED] * missing),
+        "position_ids": torch.tensor(positions + [0] * missing),
     }
-
-
-def _stack(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
-    return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}

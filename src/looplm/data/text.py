@@ -1,42 +1,38 @@
 """Real text: the reference manual inside every CPython, or the user's files."""
 
-import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
+from looplm.data.files import read_records, value_of
 
-def read_documents(path: str | Path | None = None) -> list[str]:
-    """The documents of a file, of every UTF-8 file under a folder (by name; others are left out with a warning), or of
-    Python's own manual.
+
+def read_documents(path: str | Path | None = None, field: str = "text") -> list[str]:
+    """The documents of `path` (see `iterate_documents`), or of Python's own manual.
 
     Raises:
         ValueError: if the path is missing, holds no text, or is not UTF-8.
     """
-    if path is None:
-        return [topics[name] for name in sorted(topics)]
-    path = Path(path)
-    if not path.exists():
-        raise ValueError(f"the text '{path}' does not exist")
-    documents = [document for document in (_read_folder(path) if path.is_dir() else [_read(path)]) if document.strip()]
+    documents = list(iterate_documents(path, field))
     if not documents:
         raise ValueError(f"the text '{path}' is empty")
     return documents
 
 
-def _read_folder(folder: Path) -> list[str]:
-    documents, skipped = [], []
-    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
-        try:
-            documents.append(_read(file))
-        except ValueError:
-            skipped.append(file)
-    if skipped:
-        warnings.warn(f"left out {len(skipped)} files that are not UTF-8 text, such as {skipped[0]}", stacklevel=3)
-    return documents
+def iterate_documents(path: str | Path | None = None, field: str = "text") -> Iterator[str]:
+    """The documents of a text file, of a .jsonl, .parquet or .arrow file (one a record, under `field`), of every such
+    file under a folder, or of a dataset "hub:owner/name"; of Python's own manual without a path. Blank ones are not
+    given.
 
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"'{file}' is not UTF-8 text") from error
+    Raises:
+        ValueError: if something cannot be read or is not text; file and line are named.
+    """
+    if path is None:
+        yield from (topics[name] for name in sorted(topics))
+        return
+    for record in read_records(path, field):
+        text = value_of(record, field)
+        if not isinstance(text, str):
+            raise ValueError(f"{record.where}: the field '{field}' is a {type(text).__name__}, not text")
+        if text.strip():
+            yield text

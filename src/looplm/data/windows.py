@@ -1,52 +1,73 @@
-"""Windows of running text for next-token training, drawn as a pure function of a seed."""
+"""Windows of running text for next-token training, every one once an epoch."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from looplm.data.packing import IGNORED
+from looplm.data.permutation import permute
+from looplm.data.rows import IGNORED, Row
+from looplm.data.streams import MemoryStream, TokenStream
 
 
 class TextWindows:
-    """Tokenised documents end to end, cut into a training part and a held-out part (the tail of each document).
+    """Rows of `length` tokens cut from a stream, one beside the other.
 
-    `train` draws `rows` windows of `length` tokens with the given seed; `held_out` walks through the other part from
-    its start. Positions restart where a document starts inside a window, so documents do not see each other.
+    An epoch begins its cutting at a place of its own and closes the stream to a ring, so that it visits every token
+    once but for a rest shorter than a row, which moves from epoch to epoch; its rows come in an order of its own.
+    Positions restart where a document starts inside a row, so documents do not see each other.
+
+    Raises:
+        ValueError: if a stream is shorter than a row.
     """
 
-    def __init__(self, documents: Sequence[Sequence[int]], length: int, held_out: float = 0.05) -> None:
-        cuts = [max(1, round(len(document) * (1 - held_out))) for document in documents]
-        self.length = length
-        self._train = _Stream([doc[:cut] for doc, cut in zip(documents, cuts, strict=True)], length, "training")
-        self._held_out = _Stream([doc[cut:] for doc, cut in zip(documents, cuts, strict=True)], length, "held-out")
+    def __init__(
+        self, train: TokenStream, held_out: TokenStream | None, length: int, seed: int, held_out_rows: int = 64
+    ) -> None:
+        for part, stream in (("training", train), ("held-out", held_out)):
+            if stream is not None and stream.num_tokens < length:
+                tokens = stream.num_tokens
+                raise ValueError(f"the {part} text has {tokens} tokens; a window needs {length}: give more text")
+        self._train = train
+        self._held_out = held_out
+        self._held_out_rows = held_out_rows
+        self._length = length
+        self._seed = seed
+        self._per_epoch = train.num_tokens // length
 
-    def train(self, rows: int, seed: Sequence[int]) -> dict[str, Tensor]:
-        """`rows` windows at random places of the training part; the same seed gives the same windows."""
-        places = np.random.default_rng(seed).integers(0, self._train.num_places, rows)
-        return self._train.windows(places)
+    def row(self, index: int) -> Row:
+        """The window number `index` since the start of the run."""
+        epoch, index = divmod(index, self._per_epoch)
+        begin = int(np.random.SeedSequence([self._seed, epoch, 0]).generate_state(1, np.uint64)[0] % self._length)
+        window = int(permute([index], self._per_epoch, [self._seed, epoch, 1])[0])
+        return _window(self._train, begin + window * self._length, self._length)
 
-    def held_out(self, rows: int) -> dict[str, Tensor]:
-        """Up to `rows` windows, side by side, from the start of the held-out part."""
-        places = np.arange(0, self._held_out.num_places, self.length)[:rows]
-        return self._held_out.windows(places)
+    def rows_in_epochs(self, epochs: int) -> int:
+        """The windows of the first `epochs` epochs."""
+        return epochs * self._per_epoch
+
+    def held_out(self) -> list[Row]:
+        """The first windows of the held-out part, side by side."""
+        if self._held_out is None:
+            return []
+        places = range(0, self._held_out.num_tokens - self._length + 1, self._length)[: self._held_out_rows]
+        return [_window(self._held_out, place, self._length) for place in places]
 
 
-class _Stream:
-    def __init__(self, documents: Sequence[Sequence[int]], length: int, part: str) -> None:
-        documents = [document for document in documents if len(document)]
-        sizes = [len(document) for document in documents]
-        self.length = length
-        self.tokens = np.concatenate([np.asarray(document, dtype=np.int64) for document in documents] or [[]])
-        self.starts = np.repeat(np.cumsum([0, *sizes[:-1]]), sizes)  # of the document that each token belongs to
-        self.num_places = len(self.tokens) - length + 1
-        if self.num_places < 1:
-            raise ValueError(f"the {part} text has {len(self.tokens)} tokens; a window needs {length}: give more text")
+def split_documents(documents: Sequence[Sequence[int]], held_out: float) -> tuple[MemoryStream, MemoryStream | None]:
+    """A training part and a held-out part, the tail of each document; no such part if `held_out` is 0."""
+    cuts = [max(1, round(len(document) * (1 - held_out))) for document in documents]
+    pairs = list(zip(documents, cuts, strict=True))
+    train = MemoryStream([document[:cut] for document, cut in pairs])
+    return train, MemoryStream([document[cut:] for document, cut in pairs]) if held_out else None
 
-    def windows(self, places: np.ndarray) -> dict[str, Tensor]:
-        index = places[:, None] + np.arange(self.length)
-        positions = index - np.maximum(self.starts[index], places[:, None])
-        labels = np.where(positions == 0, IGNORED, self.tokens[index])
-        columns = {"input_ids": self.tokens[index], "labels": labels, "position_ids": positions}
-        return {name: torch.from_numpy(column) for name, column in columns.items()}
+
+def _window(stream: TokenStream, place: int, length: int) -> Row:
+    parts = [(place, min(place + length, stream.num_tokens)), (0, place + length - stream.num_tokens)]
+    parts = [(start, stop) for start, stop in parts if stop > start]
+    tokens = np.concatenate([stream.read(*part) for part in parts])
+    in_document = np.concatenate([stream.offsets(*part) for part in parts])
+    positions = np.minimum(in_document, np.arange(length))
+    labels = np.where(positions == 0, IGNORED, tokens)
+    columns = {"input_ids": tokens, "labels": labels, "position_ids": positions}
+    return {name: torch.from_numpy(column) for name, column in columns.items()}

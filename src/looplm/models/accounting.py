@@ -23,11 +23,24 @@ def flops_per_token(config: LoopLMConfig, loops: int | None = None, context_leng
     sum. What a call pays once whatever its tokens (the loop's embedding) is left out.
     """
     loops = config.loops if loops is None else loops
+    part = flops_by_part(config, context_length)
+    injections = 1 if config.inject_once else loops
+    once = part["prelude"] + part["coda"] + part["head"]
+    return once + loops * (part["core"] + part["gate"]) + injections * part["injection"]
+
+
+def flops_by_part(config: LoopLMConfig, context_length: int = 0) -> dict[str, int]:
+    """Forward FLOPs of one token in one visit of the prelude, injection, core (one loop), gate, coda and head."""
     attended = 4 * context_length * config.num_attention_heads * config.head_dim
     layer = 2 * _layer_weights(config) + attended
-    gate = 2 * config.hidden_size if config.exit_gate else 0
-    injection = 2 * _INJECTED_WIDTHS[config.injection] * config.hidden_size**2 * (1 if config.inject_once else loops)
-    return config.slots(loops) * layer + loops * gate + injection + 2 * config.hidden_size * config.vocab_size
+    return {
+        "prelude": config.prelude_layers * layer,
+        "injection": 2 * _INJECTED_WIDTHS[config.injection] * config.hidden_size**2,
+        "core": config.core_layers * layer,
+        "gate": 2 * config.hidden_size if config.exit_gate else 0,
+        "coda": config.coda_layers * layer,
+        "head": 2 * config.hidden_size * config.vocab_size,
+    }
 
 
 def kv_bytes_per_token(config: LoopLMConfig, loops: int | None = None, dtype: torch.dtype = torch.bfloat16) -> int:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.utils.deprecation import deprecate_kwarg
@@ -44,6 +45,7 @@ class LoopLMModel(LoopLMPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         learned = config.rope == "learned"
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
+        self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
         bounds = (0, config.prelude_layers, config.prelude_layers + config.core_layers)
         sizes = (config.prelude_layers, config.core_layers, config.coda_layers)
         self.prelude, self.core, self.coda = (
@@ -54,7 +56,7 @@ class LoopLMModel(LoopLMPreTrainedModel):
         self.loop_embedding = LoopEmbedding(config) if config.step_conditioning else NoLoopEmbedding()
         self.norm = build_norm(config)
         self.exit_gate = ExitGate(config.hidden_size, 1) if config.exit_gate else None
-        self.gradient_checkpointing = False
+        self.gradient_checkpointing = self.loop_checkpointing = False
         self.post_init()
 
     # The verbs ------------------------------------------------------------------------------------------------
@@ -65,6 +67,7 @@ class LoopLMModel(LoopLMPreTrainedModel):
             embeds = embeds * self.config.embed_scale
         if self.embed_positions is not None:
             embeds = embeds + self.embed_positions(context.position_ids)
+        embeds = self.dropout(embeds)
         for block in self.prelude:
             embeds = block(embeds, 0, context)
         return embeds
@@ -109,30 +112,44 @@ class LoopLMModel(LoopLMPreTrainedModel):
 
     def unroll(
         self,
-        embeds: Tensor,
+        inputs: Tensor,
         context: LoopContext,
         loops: int,
         keep: set[int],
         init_state: Tensor | None = None,
         grad_loops: int | None = None,
     ) -> tuple[dict[int, Tensor], Tensor | None]:
-        """Run `loops` loops; the states of the loops in `keep` and the gate logits [B, S, loops] of every loop.
+        """Run `loops` loops on what `embed` gave; the states of those in `keep`, the gate logits [B, S, loops] of all.
 
         Only the last `grad_loops` carry gradient (Huginn, arXiv 2502.05171, section 3.3); inputs injected in them still
         train the prelude.
         """
         without_gradient = loops - (loops if grad_loops is None else grad_loops)
-        inputs = self.embed(embeds, context)
         state = self.init_state(inputs, context, init_state)
         states, gates = {}, []
         for loop in range(1, loops + 1):
             with torch.set_grad_enabled(torch.is_grad_enabled() and loop > without_gradient):
-                state = self.step(state, inputs, loop, context)
-                if self.exit_gate is not None:
-                    gates.append(self.gate(state))
+                if self.loop_checkpointing and self.training and torch.is_grad_enabled():
+                    state, *gate = checkpoint(self._advance, state, inputs, loop, context, use_reentrant=False)
+                else:
+                    state, *gate = self._advance(state, inputs, loop, context)
+            gates += gate
             if loop in keep:
                 states[loop] = state
         return states, torch.stack(gates, dim=-1) if gates else None
+
+    def checkpoint_loops(self, enable: bool = True) -> None:
+        """In training, keep the state of every loop and run its inside again in the backward pass.
+
+        Memory is `loops` states and the activations of one loop, at the price of a second forward. It replaces
+        transformers' checkpointing of every block, and goes with it (each block of the one loop is then kept alone).
+        """
+        self.loop_checkpointing = enable
+
+    def _advance(self, state: Tensor, inputs: Tensor, loop: int, context: LoopContext) -> tuple[Tensor, ...]:
+        """The state after `loop`, and its gate logit [B, S] where there is a gate."""
+        state = self.step(state, inputs, loop, context)
+        return (state,) if self.exit_gate is None else (state, self.gate(state))
 
     # transformers' doorway -----------------------------------------------------------------------------------
 
@@ -149,7 +166,7 @@ class LoopLMModel(LoopLMPreTrainedModel):
         loops: int | None = None,
         keep_loops: KeepLoops = "last",
         init_state: Tensor | None = None,
-        state_seed: int = 0,
+        state_seed: int | Tensor = 0,
         grad_loops: int | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
@@ -165,7 +182,7 @@ class LoopLMModel(LoopLMPreTrainedModel):
             keep_loops: whose states to keep: "last", "all" or a list of 1-based loops.
             init_state: [B, S, D], the state before the first loop.
             state_seed: seed of the random start state and of state noise, where the config has them; they depend on it
-                and on each token's position alone.
+                and on each token's position alone. A tensor [B] seeds each row.
             paged: the index tensors that continuous batching passes; any other keyword is a TypeError.
             grad_loops: how many of the last loops carry gradient; all by default. Early loops then cost no memory.
             output_hidden_states, output_attentions: record every visit of every layer (transformers' recorder does).
@@ -178,9 +195,11 @@ class LoopLMModel(LoopLMPreTrainedModel):
         packed = not isinstance(cache, PagedAttentionCache) and is_packed(position_ids, attention_mask)
         cache = self._cache_for(cache, use_cache, loops, packed)
         _check_mask(attention_mask, embeds, cache)
-        context = build_context(self.config, embeds, attention_mask, position_ids, cache, check_seed(state_seed), paged)
+        seed = check_seed(state_seed, len(embeds))
+        context = build_context(self.config, embeds, attention_mask, position_ids, cache, seed, paged)
         keep = loops_to_keep(keep_loops, loops)
-        states, gate_logits = self.unroll(embeds, context, loops, keep | {loops}, init_state, grad_loops)
+        inputs = self.embed(embeds, context)
+        states, gate_logits = self.unroll(inputs, context, loops, keep | {loops}, init_state, grad_loops)
         hidden = self.readout(states[loops], context)
         return LoopModelOutput(
             last_hidden_state=hidden,
@@ -188,6 +207,7 @@ class LoopLMModel(LoopLMPreTrainedModel):
             gate_logits=gate_logits,
             states={loop: state for loop, state in states.items() if loop in keep},
             context=context,
+            inputs=inputs,
         )
 
     def hidden_at(self, out: Trace, loop: int) -> Tensor:
@@ -198,15 +218,18 @@ class LoopLMModel(LoopLMPreTrainedModel):
             raise ValueError("a coda cannot re-read an earlier loop of a cached call; run the whole text without cache")
         return self.readout(out.states[loop], out.context.without_store())
 
-    def exit_loops(self, out: Trace, q: float) -> Tensor:
-        """The loop [B, S] at which each token leaves under the rule CDF >= q, 1-based; q >= 1 is the last loop."""
+    def exit_loops(self, out: Trace, q: float, min_loops: int = 1) -> Tensor:
+        """The loop [B, S] at which each token leaves under the rule CDF >= q, 1-based; q >= 1 is the last loop.
+
+        No token leaves before `min_loops`.
+        """
         if out.gate_logits is None:
             raise ValueError("this model has no exit gate, so no exit rule by q; set exit_gate=True in its config")
-        return exit_loops(out.gate_logits, q)
+        return exit_loops(out.gate_logits, q, min_loops)
 
-    def hidden_at_exit(self, out: Trace, q: float) -> Tensor:
+    def hidden_at_exit(self, out: Trace, q: float, min_loops: int = 1) -> Tensor:
         """[B, S, D]: each token's hidden at its own exit loop; `out` must keep all loops."""
-        chosen = self.exit_loops(out, q)
+        chosen = self.exit_loops(out, q, min_loops)
         assert out.gate_logits is not None
         last = out.gate_logits.shape[-1]
         if len(out.states) < last:
@@ -237,13 +260,14 @@ class LoopLMModel(LoopLMPreTrainedModel):
             raise ValueError(
                 "packed documents (position_ids that restart) share no cache; call with use_cache=False and no cache"
             )
+        checkpointed = (self.gradient_checkpointing or self.loop_checkpointing) and self.training
+        if checkpointed and torch.is_grad_enabled() and (cache is not None or use_cache):
+            raise ValueError("use_cache=True does not go with gradient checkpointing, which runs each block twice")
         if cache is not None:
             check_cache(cache, self.config, loops)
             return cache
         # A training step never reads its keys again, and loops x layers slots would be the larger waste.
         wanted = self.config.use_cache and not self.training and not packed if use_cache is None else use_cache
-        if wanted and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-            raise ValueError("use_cache=True does not go with gradient checkpointing, which runs each block twice")
         return DynamicCache() if wanted else None  # it grows to loops x layers slots
 
 
@@ -258,8 +282,14 @@ def check_loops(loops: int, name: str = "loops") -> int:
     return count
 
 
-def check_seed(seed: int) -> int:
-    """`seed` as an int, if it is a whole number."""
+def check_seed(seed: int | Tensor, rows: int) -> int | Tensor:
+    """`seed` as an int if it is a whole number, or itself if it is a tensor of them for every row."""
+    if isinstance(seed, Tensor) and seed.ndim:
+        if seed.shape != (rows,) or seed.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"state_seed has shape {list(seed.shape)} of {seed.dtype}; expected [{rows}] of torch.int64"
+            )
+        return seed
     try:
         return operator.index(seed)
     except TypeError:

@@ -88,10 +88,11 @@ class ResidualNorms(nn.Module):
             build_norm(config) if present else nn.Identity() for present in _SLOTS[config.norm_placement]
         )
         self.scale = config.residual_scale
+        self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
 
     def join(self, x: Tensor, y: Tensor) -> Tensor:
         """Add the sub-layer's output y = f(pre(x)) to x."""
-        y = self.branch(y)
+        y = self.dropout(self.branch(y))
         return self.post(x + (y if self.scale == 1.0 else self.scale * y))
 
 

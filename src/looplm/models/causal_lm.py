@@ -49,7 +49,7 @@ class LoopLMForCausalLM(LoopLMPreTrainedModel, GenerationMixin):
         loops: int | None = None,
         keep_loops: KeepLoops = "last",
         init_state: Tensor | None = None,
-        state_seed: int = 0,
+        state_seed: int | Tensor = 0,
         grad_loops: int | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
@@ -88,6 +88,7 @@ class LoopLMForCausalLM(LoopLMPreTrainedModel, GenerationMixin):
             gate_logits=out.gate_logits,
             states=out.states,
             context=out.context,
+            inputs=out.inputs,
         )
 
     def hidden_at(self, out: Trace, loop: int) -> Tensor:
@@ -98,13 +99,13 @@ class LoopLMForCausalLM(LoopLMPreTrainedModel, GenerationMixin):
         """[B, S, V] of a kept 1-based loop."""
         return self.lm_head(self.hidden_at(out, loop))
 
-    def exit_loops(self, out: Trace, q: float) -> Tensor:
-        """The 1-based loop [B, S] at which each token leaves: the first whose exit CDF reaches q."""
-        return self.model.exit_loops(out, q)
+    def exit_loops(self, out: Trace, q: float, min_loops: int = 1) -> Tensor:
+        """The 1-based loop [B, S] at which each token leaves: the first from `min_loops` on with an exit CDF of q."""
+        return self.model.exit_loops(out, q, min_loops)
 
-    def logits_at_exit(self, out: Trace, q: float) -> Tensor:
+    def logits_at_exit(self, out: Trace, q: float, min_loops: int = 1) -> Tensor:
         """[B, S, V], each token read at its own exit loop; `out` must keep all loops."""
-        return self.lm_head(self.model.hidden_at_exit(out, q))
+        return self.lm_head(self.model.hidden_at_exit(out, q, min_loops))
 
     def generate(self, *args: Any, generation_config: GenerationConfig | None = None, **kwargs: Any) -> Any:
         """As in transformers; `loops` and `state_seed` may come as keywords or lie in the generation config."""

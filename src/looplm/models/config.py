@@ -43,6 +43,7 @@ class LoopLMConfig(PreTrainedConfig):
         each loop; variants that Huginn's authors rejected, for study.
     residual_scale: factor of every branch before it is added, such as 1 / loops.
     rope: rotary pairing, or learned absolute positions, or none.
+    dropout: share of the channels of embeddings and branches that training drops (STARS' addition model).
     qk_bias, bias, qk_norm: biases of the query and key projections, or of all; then an RMS norm of each head's queries
         and keys, before rotation.
     embed_scale: factor of the token embeddings.
@@ -55,7 +56,7 @@ class LoopLMConfig(PreTrainedConfig):
     """
 
     model_type = "looplm"
-    keys_to_ignore_at_inference: typing.ClassVar[list[str]] = ["cache", "gate_logits", "states", "context"]
+    keys_to_ignore_at_inference: typing.ClassVar[list[str]] = ["cache", "gate_logits", "states", "context", "inputs"]
 
     auto_map: typing.ClassVar[dict[str, str]] = {}  # TRL reads it; no code of ours is ever fetched
 
@@ -88,6 +89,7 @@ class LoopLMConfig(PreTrainedConfig):
     qk_norm: bool = False
     qk_bias: bool = False
     bias: bool = False
+    dropout: float = 0.0
     embed_scale: float = 1.0
     init: Literal["normal", "takase"] = "normal"
     initializer_range: float = 0.02
@@ -188,6 +190,8 @@ class LoopLMConfig(PreTrainedConfig):
             )
         if self.injection == "none" and self.inject_once:
             raise ValueError("inject_once=True needs an injection; injection='none' injects nothing")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
         if not 0 <= self.state_noise < math.inf:
             raise ValueError(f"state_noise={self.state_noise} must be a number and not negative")
         if self.embedding_initializer_range is not None:

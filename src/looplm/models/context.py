@@ -75,7 +75,8 @@ class LoopContext:
     """Built once a call and shared by every layer and loop: positions advance per token, never per loop.
 
     `position_ids` is [B, S] and `rotary` the tables made of it; `mask` is what the attention implementation takes, or
-    None for plain causal attention; `past_length` counts the tokens that the store held before this call.
+    None for plain causal attention; `past_length` counts the tokens that the store held before this call. `state_seed`
+    is one for all rows, or a tensor [B].
     """
 
     position_ids: Tensor
@@ -83,7 +84,7 @@ class LoopContext:
     mask: Tensor | None
     store: KVStore
     past_length: int
-    state_seed: int = 0
+    state_seed: int | Tensor = 0
 
     def noise(self, like: Tensor, std: float, stream: int = 0) -> Tensor:
         """Truncated-normal noise shaped as `like` [B, S, D], fixed by the seed, the stream and each position."""
@@ -93,11 +94,31 @@ class LoopContext:
         """The same call without keys and values of its past."""
         return replace(self, store=NoStore())
 
+    def rows(self, index: Tensor) -> "LoopContext":
+        """The call as the rows of `index` [R] alone would see it, in that order; they may repeat.
+
+        Raises:
+            ValueError: where a past or a flex mask ties the rows to the whole batch.
+        """
+        if self.past_length or not isinstance(self.mask, Tensor | None):
+            raise ValueError(
+                "rows can be taken from a call without a cached past under attn_implementation 'sdpa' or 'eager'"
+            )
+        cos, sin = self.rotary
+        return replace(
+            self,
+            position_ids=self.position_ids[index],
+            rotary=(_rows(cos, index), _rows(sin, index)),
+            mask=None if self.mask is None else _rows(self.mask, index),
+            store=NoStore(),
+            state_seed=self.state_seed[index] if isinstance(self.state_seed, Tensor) else self.state_seed,
+        )
+
 
 def build_context(
     config: LoopLMConfig, embeds: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None,
     cache: AnyCache | None,
-    state_seed: int = 0,
+    state_seed: int | Tensor = 0,
     paged: dict[str, Any] | None = None,
 ) -> LoopContext:  # fmt: skip
     """The context of a call on `embeds` [B, S, D].
@@ -162,6 +183,11 @@ def check_paged(arguments: dict[str, Any]) -> None:
     unknown = sorted(set(arguments) - _PAGED_ARGUMENTS)
     if unknown:
         raise TypeError(f"forward() got an unexpected keyword argument '{unknown[0]}'")
+
+
+def _rows(tensor: Tensor, index: Tensor) -> Tensor:
+    """The rows `index` of [B, ...]; a single row is every row's."""
+    return tensor if len(tensor) == 1 else tensor[index]
 
 
 def _store(cache: AnyCache | None, config: LoopLMConfig, paged: dict[str, Any]) -> KVStore:

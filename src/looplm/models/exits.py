@@ -36,17 +36,21 @@ def exit_cdf(gate_logits: Tensor) -> Tensor:
     return torch.cat([cdf[..., :-1], torch.ones_like(cdf[..., :1])], dim=-1)
 
 
-def exit_loops(gate_logits: Tensor, q: float) -> Tensor:
-    """The first loop whose CDF reaches q, 1-based [...]; the last loop if none does.
+def exit_loops(gate_logits: Tensor, q: float, min_loops: int = 1) -> Tensor:
+    """The first loop from `min_loops` on whose CDF reaches q, 1-based [...]; the last loop if none does.
 
-    q >= 1 always means all loops, even where the gate saturates; q = 0 leaves at loop 1.
+    q >= 1 always means all loops, even where the gate saturates; q = 0 leaves at `min_loops`, a floor such as
+    RecurTrace's (arXiv 2609.03379).
     """
     if math.isnan(q) or q < 0:
         raise ValueError(f"exit threshold q={q} must be between 0 (first loop) and 1 (all loops)")
     num_loops = gate_logits.shape[-1]
+    if not 1 <= min_loops <= num_loops:
+        raise ValueError(f"min_loops={min_loops} must be between 1 and the call's loops, {num_loops}")
     if q >= 1:
         return torch.full(gate_logits.shape[:-1], num_loops, device=gate_logits.device)
     # 1 - S_t >= q is compared as log S_t <= log(1 - q): near q = 1 the CDF itself rounds to 1.
     reached = log_survival(gate_logits) <= math.log1p(-q)
+    reached[..., : min_loops - 1] = False
     reached[..., -1] = True
     return reached.int().argmax(-1) + 1

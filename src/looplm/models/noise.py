@@ -7,21 +7,30 @@ from torch import Tensor
 
 _LIMIT = 3.0  # the truncated normal's cut, in standard deviations
 _BELOW = math.erfc(_LIMIT / math.sqrt(2)) / 2  # probability of a normal below -3
+_SEED, _STREAM = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
 
 
-def position_noise(position_ids: Tensor, size: int, std: float, seed: int, stream: int = 0) -> Tensor:
-    """Truncated-normal noise [B, S, size], float32, for positions [B, S]; `stream` 0 is the start state.
+def position_noise(position_ids: Tensor, size: int, std: float, seed: int | Tensor, stream: int = 0) -> Tensor:
+    """Truncated-normal noise [B, S, size], float32, for positions [B, S] under a seed, or a seed per row [B].
 
     A normal of standard deviation `std` cut at three of them. Every number is a hash of (seed, stream, position,
-    channel), so nothing is stored, no order of drawing matters, and the cost does not depend on the position.
+    channel), so nothing is stored, no order of drawing matters, and the cost does not depend on the position. `stream`
+    0 is the start state, 1 and up the loops; who draws for another purpose takes a negative one.
     """
     channels = torch.arange(size, device=position_ids.device)
-    key = _signed(seed * 0x9E3779B97F4A7C15 + stream * 0xD1342543DE82EF95)
+    key = _key(seed, stream)
     counter = position_ids.long()[..., None] * _signed(0xA0761D6478BD642F) + channels * _signed(0xE7037ED1A0B428DB)
     bits = _mix(_mix(counter + key) + key)
     uniform = ((bits >> 40) & (2**24 - 1)).float() * 2**-24 + 2**-25
     between = _BELOW + uniform * (1 - 2 * _BELOW)
     return torch.erfinv(2 * between - 1) * (math.sqrt(2) * std)
+
+
+def _key(seed: int | Tensor, stream: int) -> int | Tensor:
+    """The int64 of a seed and a stream, or [B, 1, 1] of them; products wrap alike in both forms."""
+    if isinstance(seed, Tensor):
+        return seed.long()[:, None, None] * _signed(_SEED) + _signed(stream * _STREAM)
+    return _signed(seed * _SEED + stream * _STREAM)
 
 
 def _mix(x: Tensor) -> Tensor:

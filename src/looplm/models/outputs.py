@@ -26,6 +26,7 @@ class LoopModelOutput(_ExitDistribution, ModelOutput):
     gate_logits: [B, S, loops] float32, or None · states: {loop: [B, S, D]}, what the next loop receives
     hidden_states, attentions: of every visit of every layer, in order of time, if asked for
     context: the call's context, from which `hidden_at` reads out a kept loop
+    inputs: [B, S, D], what the prelude gave and each loop may inject
     """
 
     # Always set by the model; transformers wants a default for every field.
@@ -36,6 +37,7 @@ class LoopModelOutput(_ExitDistribution, ModelOutput):
     gate_logits: Tensor | None = None
     states: dict[int, Tensor] = None  # ty: ignore[invalid-assignment]
     context: LoopContext = None  # ty: ignore[invalid-assignment]
+    inputs: Tensor = None  # ty: ignore[invalid-assignment]
 
 
 @dataclass
@@ -52,6 +54,7 @@ class LoopOutput(_ExitDistribution, ModelOutput):
     gate_logits: Tensor | None = None
     states: dict[int, Tensor] = None  # ty: ignore[invalid-assignment]
     context: LoopContext = None  # ty: ignore[invalid-assignment]
+    inputs: Tensor = None  # ty: ignore[invalid-assignment]
 
 
 Trace = LoopModelOutput | LoopOutput

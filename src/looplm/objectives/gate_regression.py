@@ -8,7 +8,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from looplm.models import LoopLMConfig, LoopLMForCausalLM, Trace
-from looplm.objectives.targets import Batch, Metrics, loop_losses, next_token_targets, target_weights
+from looplm.objectives.targets import (
+    Batch,
+    Metrics,
+    all_loops,
+    gate_rows,
+    is_gate,
+    loop_losses,
+    next_token_targets,
+    target_weights,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +44,10 @@ class GateRegression:
         if self.label not in ("paper", "lookahead"):
             raise ValueError(f"label={self.label!r} is not known; choose 'paper' or 'lookahead'")
 
+    def needs(self, loops: int) -> set[int]:
+        """Every loop is read."""
+        return all_loops(loops)
+
     def check_loops(self, loops: int) -> None:
         """Refuse a depth without two loops to compare."""
         if loops < 2:
@@ -47,7 +60,7 @@ class GateRegression:
 
     def trains(self, parameter_name: str) -> bool:
         """Only the gate learns."""
-        return parameter_name.startswith("model.exit_gate.")
+        return is_gate(parameter_name)
 
     def __call__(self, model: LoopLMForCausalLM, trace: Trace, batch: Batch) -> tuple[Tensor, Metrics]:
         """The loss and its parts; `trace` must keep all loops and `batch["labels"]` is [B, S], -100 masked."""
@@ -60,11 +73,8 @@ class GateRegression:
         go_on = torch.sigmoid(self.k * (gain - self.gamma))
         num_loops = len(losses)
         first = 2 if self.label == "paper" else 1
-        gates = range(first, first + num_loops - 1)
-        logits = [model.model.gate(trace.states[loop].detach()).flatten() for loop in gates]
-        per_gate = [
-            F.binary_cross_entropy_with_logits(-g, w, reduction="none") for g, w in zip(logits, go_on, strict=True)
-        ]
-        loss = (torch.stack(per_gate) * weights).sum() / num_loops
+        gates = gate_rows(model, trace, range(first, first + num_loops - 1))
+        per_gate = F.binary_cross_entropy_with_logits(-gates, go_on, reduction="none")
+        loss = (per_gate * weights).sum() / num_loops
         metrics = {"gate_loss": loss.detach(), "go_on_label": (go_on * weights).sum() / (num_loops - 1)}
         return loss, metrics

@@ -1,6 +1,6 @@
-"""Next-token targets of a batch, shared by the objectives."""
+"""What the objectives share: next-token targets and their weights, and the rows of a trace that they read."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -33,12 +33,38 @@ def target_weights(batch: Batch, targets: Tensor, dtype: torch.dtype) -> Tensor:
     return valid * F.pad(batch["weights"][:, 1:], (0, 1)).flatten()
 
 
-def hidden_rows(model: LoopLMForCausalLM, trace: Trace) -> list[Tensor]:
-    """The head-ready hidden [B*S, D] of every loop of a trace that kept all of them."""
-    loops = max(trace.states, default=0) if trace.gate_logits is None else trace.gate_logits.shape[-1]
-    if sorted(trace.states) != list(range(1, loops + 1)):
-        raise ValueError(f"the objective reads every loop, but the trace kept {sorted(trace.states)}; keep_loops='all'")
-    return [model.hidden_at(trace, loop).flatten(0, 1) for loop in sorted(trace.states)]
+def is_gate(parameter_name: str) -> bool:
+    """Whether a parameter of `LoopLMForCausalLM` belongs to the exit gate."""
+    return parameter_name.startswith("model.exit_gate.")
+
+
+def all_loops(loops: int) -> set[int]:
+    """The loops 1..`loops`."""
+    return set(range(1, loops + 1))
+
+
+def last_loop(trace: Trace) -> int:
+    """The last loop that was run; of a model without a gate, the last that was kept."""
+    return max(trace.states, default=0) if trace.gate_logits is None else trace.gate_logits.shape[-1]
+
+
+def hidden_rows(model: LoopLMForCausalLM, trace: Trace, loops: Iterable[int] | None = None) -> list[Tensor]:
+    """The head-ready hidden [B*S, D] of each of `loops` in order, all by default; the trace may have kept more.
+
+    Raises:
+        ValueError: if a loop that is read was not kept.
+    """
+    wanted = sorted(all_loops(last_loop(trace)) if loops is None else loops)
+    if not wanted or not trace.states.keys() >= set(wanted):
+        raise ValueError(
+            f"the objective reads loops {wanted}, but the trace kept {sorted(trace.states)}; name them in keep_loops"
+        )
+    return [model.hidden_at(trace, loop).flatten(0, 1) for loop in wanted]
+
+
+def gate_rows(model: LoopLMForCausalLM, trace: Trace, loops: Iterable[int]) -> Tensor:
+    """The gate logits [loops, B*S] of `loops`, whose gradient reaches the gate and nothing before it."""
+    return torch.stack([model.model.gate(trace.states[loop].detach()).flatten() for loop in loops])
 
 
 @torch.no_grad()
@@ -47,3 +73,9 @@ def loop_losses(model: LoopLMForCausalLM, trace: Trace, targets: Tensor) -> Tens
     rows = hidden_rows(model, trace)
     weights = torch.zeros(len(rows), len(targets), device=targets.device)
     return linear_cross_entropy(rows, model.lm_head.weight, targets, weights)[1]
+
+
+@torch.no_grad()
+def loop_metrics(name: str, values: Tensor, weights: Tensor) -> Metrics:
+    """`{name}{t}`: the weighted sum over tokens of values [loops, B*S], for every loop t."""
+    return {f"{name}{loop}": row for loop, row in enumerate((values * weights).sum(-1), start=1)}

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +27,8 @@ from looplm.studies.demo_report import hops_label, write_report
 from looplm.studies.depth_probe import held_out_questions, probe_questions
 from looplm.tasks import Compose
 from looplm.training import Recipe, load_recipe, train
-from looplm.training.evaluate import held_out_losses
+from looplm.training.data_recipe import TaskSource
+from looplm.training.evaluate import held_out_losses, losses_by_loop
 from looplm.training.mixture import Mixture
 
 STAGES = ("Stage I", "Stage II")
@@ -88,7 +90,7 @@ def demo_recipes(out: Path, text: str | None = None, overrides: tuple[str, ...] 
     if placed:
         raise ValueError(f"the demo places its own stages, so '{placed[0]}' has no meaning; use --out")
     shared = [override for override in overrides if override.startswith(("data.", "loops=", "seed="))]
-    corpus = {"data.text.path": text} if text else {}
+    corpus = {"data.sources.text.path": text} if text else {}
     first = load_recipe("mini_stage1", overrides, corpus | {"out": str(out / "stage1")})
     stage_two = {"out": str(out / "stage2"), "init_from": str(out / "stage1")}
     second = load_recipe("mini_stage2", shared, corpus | stage_two)
@@ -98,18 +100,23 @@ def demo_recipes(out: Path, text: str | None = None, overrides: tuple[str, ...] 
 
 def _refuse_unmeasurable(recipe: Recipe) -> None:
     """Say before the training what could not be shown after it."""
-    if recipe.data.compose is None or recipe.data.text is None:
-        raise ValueError("the demo measures text and compose; leave both in data")
-    task = recipe.data.compose.task
+    task = _task(recipe)
     if task.max_hops > _MOST_HOPS:
         raise ValueError(
-            f"the demo shows at most {_MOST_HOPS} hops, not {task.max_hops}; lower data.compose.task.max_hops"
+            f"the demo shows at most {_MOST_HOPS} hops, not {task.max_hops}; lower data.sources.compose.task.max_hops"
         )
     empty = [hops for hops, examples in held_out_questions(task).items() if not examples]
     if empty:
         raise ValueError(
-            f"no {empty[0]}-hop question is held out in this small world; raise data.compose.task.held_out"
+            f"no {empty[0]}-hop question is held out in this small world; raise data.sources.compose.task.held_out"
         )
+
+
+def _task(recipe: Recipe) -> Compose:
+    source = recipe.data.sources.get("compose")
+    if not isinstance(source, TaskSource) or not isinstance(source.task, Compose) or "text" not in recipe.data.sources:
+        raise ValueError("the demo measures the sources text and compose; leave both in data.sources")
+    return source.task
 
 
 def publish(checkpoint: Path, target: Path) -> None:
@@ -117,23 +124,24 @@ def publish(checkpoint: Path, target: Path) -> None:
     aside = target.with_suffix(".partial")
     for stale in (aside, target):
         shutil.rmtree(stale, ignore_errors=True)
-    shutil.copytree(checkpoint, aside, ignore=shutil.ignore_patterns("trainer.*"))
+    shutil.copytree(checkpoint, aside, ignore=shutil.ignore_patterns("trainer*"))
     aside.rename(target)
 
 
 def measure(recipe: Recipe, checkpoints: list[Path]) -> DemoResult:
     """Read both stages' checkpoints on held-out questions and text, at the trained loops and as many beyond."""
-    assert recipe.data.compose is not None
+    assert recipe.loops is not None
     loops = recipe.loops
     tokenizer = load_tokenizer(checkpoints[-1])
-    task = recipe.data.compose.task
+    task = _task(recipe)
     models = dict(zip(STAGES, map(load, checkpoints), strict=True))
     probes = {stage: probe_questions(model, tokenizer, task, 2 * loops) for stage, model in models.items()}
     probe = probes[STAGES[1]]
     fixed = fixed_depth_points(probe.correct[:, :loops], probe.weights)
     curves = {stage: exit_curve(p.gate_logits[:, :loops], p.correct, p.weights) for stage, p in probes.items()}
     model = models[STAGES[1]]
-    held_out = {"text": Mixture(recipe.data, tokenizer).held_out()["text"]}
+    held_out = {"text": Mixture(recipe.data, tokenizer, recipe.seed).held_out()["text"]}
+    losses = held_out_losses(partial(losses_by_loop, model), held_out, 2 * loops, torch.device("cpu"))
     q = _cheapest(curves[STAGES[1]], fixed[-1].accuracy).q
     samples = _samples(model, tokenizer, task, q)
     drawn = [loop for sample in samples for _, loop in sample.pieces]
@@ -142,7 +150,7 @@ def measure(recipe: Recipe, checkpoints: list[Path]) -> DemoResult:
         trained_loops=loops,
         accuracy_by_loop=[point.accuracy for point in fixed_depth_points(probe.correct, probe.weights)],
         accuracy_by_hops=probe.accuracy_by_hops(),
-        text_loss_by_loop=list(held_out_losses(model, held_out, 2 * loops).values()),
+        text_loss_by_loop=list(losses.values()),
         fixed_depth=fixed,
         exit_curves=curves,
         height_over_fixed={stage: height_over_fixed(curve, fixed) for stage, curve in curves.items()},

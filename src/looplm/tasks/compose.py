@@ -24,6 +24,7 @@ class Compose:
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "allow_inf_nan": False}  # for recipes
 
+    kind: Literal["compose"] = "compose"
     entities: int = 12
     relations: int = 3
     max_hops: int = 4

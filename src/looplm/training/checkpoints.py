@@ -1,44 +1,94 @@
-"""Checkpoints that count only when complete: written aside, then renamed."""
+"""Checkpoints that count only when complete: written aside by every process, then renamed once."""
 
 import json
 import os
 import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import nn
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.optim import Optimizer
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from looplm.models import LoopLMForCausalLM, save
+from looplm.training.adapters import Lora, gathered_adapter, plain_model, save_adapter
+from looplm.training.averaging import Ema
+from looplm.training.distribution import World
+from looplm.training.module import ObjectiveModule
 
 _PARTIAL = ".partial"
-_STATE, _META = "trainer.safetensors", "trainer.json"
+_STATE, _META = "trainer", "trainer.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a run stands besides tensors: steps done, rows taken from each source, counters of the monitors."""
+
+    step: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    guard: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Live:
+    """The objects whose tensors a checkpoint holds."""
+
+    module: ObjectiveModule
+    optimizers: tuple[Optimizer, ...]
+    ema: Ema | None = None
+    lora: Lora | None = None
+
+    @property
+    def model(self) -> LoopLMForCausalLM:
+        """The model under training."""
+        return self.module.model
+
+    def trained(self) -> list[Tensor]:
+        """The parameters that the optimisers move."""
+        return [
+            parameter
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
 
 
 def save_checkpoint(
-    folder: Path, step: int, model: LoopLMForCausalLM, tokenizer: PreTrainedTokenizerFast, optimizer: Optimizer,
-    keep: int,
-) -> Path:  # fmt: skip
-    """Write `folder/step-N`: model and tokenizer as any transformers folder, optimiser and random state beside them.
+    folder: Path, live: Live, progress: Progress, tokenizer: PreTrainedTokenizerBase, keep: int, world: World
+) -> Path:
+    """Write `folder/step-N`: a model folder with its tokenizer, and in `trainer/` what resuming needs beside it.
 
-    The folder appears under its name in one rename, after its files are on disk. The oldest beyond `keep` go.
+    `trainer/` is a distributed checkpoint in safetensors, read back on any number of processes. The folder appears
+    under its name in one rename, after its files are on disk. The oldest beyond `keep` go.
     """
-    target = folder / f"step-{step:08d}"
+    target = folder / f"step-{progress.step:08d}"
     partial = target.with_suffix(_PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    save(model, partial)
-    tokenizer.save_pretrained(partial)
-    save_file(_optimizer_tensors(model, optimizer) | {"rng": torch.get_rng_state()}, partial / _STATE)
-    (partial / _META).write_text(json.dumps({"step": step}))
-    for file in partial.iterdir():
-        _sync(file)
-    shutil.rmtree(target, ignore_errors=True)
-    os.replace(partial, target)
-    _sync(folder)
-    for old in complete_checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+    if world.leads:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    world.wait()
+    _write_state(partial / _STATE, _tensors(live, world), world)
+    model = plain_model(live.model)  # gathers shards, so every process takes part
+    averaged = None if live.ema is None else plain_model(live.model, live.ema.state_dict())
+    adapter = gathered_adapter(live.model)
+    if world.leads:
+        save(model, partial)
+        if averaged is not None:
+            save(averaged, partial / "ema")
+        if live.lora is not None:
+            save_adapter(live.lora, adapter, live.model.name_or_path or "", partial)
+        tokenizer.save_pretrained(partial)
+        (partial / _META).write_text(json.dumps(asdict(progress)))
+        _publish(partial, target)
+        for old in complete_checkpoints(folder)[:-keep]:
+            shutil.rmtree(old)
+    world.wait()
     return target
 
 
@@ -47,23 +97,88 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-" + "[0-9]" * 8) if (path / _META).exists())
 
 
-def restore(checkpoint: Path, model: LoopLMForCausalLM, optimizer: Optimizer) -> int:
-    """Put optimiser and random state back (the weights are loaded with the model); the number of steps done."""
-    state = load_file(checkpoint / _STATE)
-    torch.set_rng_state(state.pop("rng"))
-    parameters = dict(model.named_parameters())
-    for key, tensor in state.items():
-        name, entry = key.rsplit("/", 1)
-        optimizer.state[parameters[name]][entry] = tensor
-    return json.loads((checkpoint / _META).read_text())["step"]
+def restore(checkpoint: Path, live: Live, world: World) -> Progress:
+    """Put optimiser, averages, and random state back (the weights are loaded with the model)."""
+    reader = HuggingFaceStorageReader(str(checkpoint / _STATE))
+    stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    parameters = dict(live.model.named_parameters())
+    own_rng = f"rng/{world.rank}"
+    state: dict[str, Tensor] = {}
+    for key, meta in stored.items():
+        place, _, name = key.partition("/")
+        if place == "rng":
+            if key == own_rng:
+                state[key] = torch.empty(meta.size, dtype=meta.properties.dtype)
+        else:
+            parameter = parameters.get(name.rpartition("/")[0] if place == "optimizer" else name)
+            state[key] = _place_for(parameter, meta)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(state, storage_reader=reader, no_dist=world.size == 1)
+    _put_back(state, live, parameters, own_rng)
+    return Progress(**json.loads((checkpoint / _META).read_text()))
 
 
-def _optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    return {
-        f"{name}/{entry}": tensor
-        for name, parameter in model.named_parameters()
-        for entry, tensor in optimizer.state.get(parameter, {}).items()
+def _put_back(state: Mapping[str, Tensor], live: Live, parameters: Mapping[str, Any], own_rng: str) -> None:
+    owner = {
+        id(p): optimizer for optimizer in live.optimizers for group in optimizer.param_groups for p in group["params"]
     }
+    averages: dict[str, Tensor] = {}
+    direction: dict[str, Tensor] = {}
+    for key, tensor in state.items():
+        place, _, name = key.partition("/")
+        if place == "optimizer":
+            parameter, _, entry = name.rpartition("/")
+            owner[id(parameters[parameter])].state[parameters[parameter]][entry] = tensor
+        elif place == "ema":
+            averages[name] = tensor
+        elif place == "stability":
+            direction[name] = tensor
+    if live.ema is not None:
+        live.ema.load_state_dict(averages)
+    if live.module.stability is not None:
+        live.module.stability.load_state_dict(direction, strict=bool(direction))
+    if own_rng in state:
+        torch.set_rng_state(state[own_rng])
+
+
+def _tensors(live: Live, world: World) -> dict[str, Tensor]:
+    """Every tensor under a name that says whose it is."""
+    named = {id(parameter) for parameter in live.model.parameters()}
+    assert named >= {id(parameter) for parameter in live.trained()}, "the model shows other weights than are trained"
+    states = {parameter: entries for optimizer in live.optimizers for parameter, entries in optimizer.state.items()}
+    tensors = {
+        f"optimizer/{name}/{entry}": torch.as_tensor(value)
+        for name, parameter in live.model.named_parameters()
+        for entry, value in states.get(parameter, {}).items()
+    }
+    if live.ema is not None:
+        tensors |= {f"ema/{name}": tensor for name, tensor in live.ema.state_dict().items()}
+    if live.module.stability is not None:
+        tensors |= {f"stability/{name}": tensor for name, tensor in live.module.stability.named_buffers()}
+    return tensors | {f"rng/{world.rank}": torch.get_rng_state()}
+
+
+def _write_state(folder: Path, tensors: dict[str, Tensor], world: World) -> None:
+    writer = HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(tensors, storage_writer=writer, no_dist=world.size == 1)
+
+
+def _place_for(parameter: Tensor | None, meta: Any) -> Tensor:
+    """An empty tensor for a stored one: laid out as its parameter where it has the parameter's shape."""
+    if parameter is not None and parameter.shape == meta.size:
+        return torch.zeros_like(parameter.detach(), dtype=meta.properties.dtype)
+    return torch.zeros(meta.size, dtype=meta.properties.dtype)
+
+
+def _publish(partial: Path, target: Path) -> None:
+    for file in partial.rglob("*"):
+        _sync(file)
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(partial, target)
+    _sync(target.parent)
 
 
 def _sync(path: Path) -> None:

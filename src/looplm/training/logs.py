@@ -3,17 +3,46 @@
 import json
 import os
 from pathlib import Path
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
 
+class Log(Protocol):
+    """Where a run's numbers and alarms go."""
+
+    def write(self, step: int, values: dict[str, float]) -> None:  # noqa: D102
+        ...
+
+    def alarm(self, step: int, name: str, message: str) -> None:  # noqa: D102
+        ...
+
+    def close(self) -> None:  # noqa: D102
+        ...
+
+
+class SilentLog:
+    """The log of a process that does not lead."""
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Nothing: the leading process writes the same numbers."""
+
+    def alarm(self, step: int, name: str, message: str) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 class RunLog:
     """Appends to `log.jsonl` and `tensorboard/` under `folder`; records past `start` are those of a lost future."""
 
-    def __init__(self, folder: Path, start: int) -> None:
+    def __init__(self, folder: Path, start: int, console: Console) -> None:
+        self.console = console
         self.path = folder / "log.jsonl"
+        self.printed: set[str] = set()
         _forget_after(self.path, start)
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
 
@@ -23,6 +52,15 @@ class RunLog:
             file.write(json.dumps({"step": step, **values}) + "\n")
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
+
+    def alarm(self, step: int, name: str, message: str) -> None:
+        """Record an alarm, and print it once for each name."""
+        with self.path.open("a") as file:
+            file.write(json.dumps({"step": step, "alarm": name, "message": message}) + "\n")
+        self.writer.add_text(f"alarm/{name}", message, step)
+        if name not in self.printed:
+            self.printed.add(name)
+            self.console.print(f"alarm at step {step}: {message}", highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Flush everything to disk."""

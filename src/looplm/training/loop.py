@@ -1,111 +1,151 @@
-"""The flat training loop: schedule, forward, objective, backward, clip, step, log, evaluate, save."""
+"""The flat training loop: data, schedule, forward, objective, backward, clip, step, log, evaluate, save."""
 
 import signal
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import AdamW
 
-from looplm.models import LoopLMForCausalLM
-from looplm.objectives import ExpectedLoss, GateRegression
-from looplm.training.depth import Depth
-from looplm.training.evaluate import held_out_losses
-from looplm.training.logs import RunLog, StepProgress
-from looplm.training.mixture import Mixture
-from looplm.training.recipe import Optimizer, Recipe
-
-
-class ObjectiveModule(nn.Module):
-    """Model and objective as one module, so that a wrapper (DDP, FSDP) sees every use of a parameter."""
-
-    def __init__(self, model: LoopLMForCausalLM, objective: ExpectedLoss | GateRegression) -> None:
-        super().__init__()
-        self.model = model
-        self.objective = objective
-
-    def forward(self, batch: dict[str, Tensor], depth: Depth) -> tuple[Tensor, dict[str, Tensor]]:
-        """The objective's loss and metrics on `batch` at a depth."""
-        trace = self.model.model(
-            batch["input_ids"],
-            position_ids=batch["position_ids"],
-            loops=depth.loops,
-            keep_loops="all",
-            use_cache=False,
-            grad_loops=depth.grad_loops,
-        )
-        return self.objective(self.model, trace, batch)
+from looplm.training.checkpoints import Live, Progress
+from looplm.training.depth import DepthSchedule
+from looplm.training.distribution import World, whole, without_sync
+from looplm.training.loader import StepBatch, StepLoader, step_weights
+from looplm.training.logs import Log, StepProgress
+from looplm.training.module import MetricSums, depth_groups
+from looplm.training.monitors import NonFiniteGuard
+from looplm.training.recipe import Recipe
+from looplm.training.reporting import Reporter
 
 
-def build_optimizer(module: ObjectiveModule, settings: Optimizer) -> AdamW:
-    """AdamW over the parameters that the objective trains; the others are frozen."""
-    decayed, plain = [], []
-    for name, parameter in module.model.named_parameters():
-        parameter.requires_grad_(module.objective.trains(name))
-        if parameter.requires_grad:
-            (decayed if parameter.ndim > 1 else plain).append(parameter)
-    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """The parts of a run that its loop puts to work; `wrapped` is `live.module` under DDP or FSDP2."""
+
+    recipe: Recipe
+    steps: int
+    world: World
+    live: Live
+    wrapped: nn.Module
+    depth: DepthSchedule
+    guard: NonFiniteGuard
+    reporter: Reporter
 
 
 def run_steps(
-    recipe: Recipe, module: ObjectiveModule, optimizer: AdamW, data: Mixture, start: int, log: RunLog,
-    progress: StepProgress, save: Callable[[int], object],
+    session: Session, loader: StepLoader, start: Progress, log: Log, progress: StepProgress,
+    save: Callable[[Progress], object],
 ) -> int:  # fmt: skip
-    """Train from step `start` to the recipe's last; the number of steps done, fewer after an interrupt."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    held_out = data.held_out()
-    step = start
-    with interrupt_requested() as stop:
-        while step < recipe.steps and not stop():
-            began = time.perf_counter()
-            rate = recipe.optimizer.lr * recipe.schedule.factor(step, recipe.steps)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            batch = data.train(recipe.seed, step)
-            depth = recipe.depth_at(step)
-            loss, metrics = module(batch, depth)
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            norm = clip_grad_norm_(parameters, recipe.clip_norm)
-            if not torch.isfinite(norm):
-                raise ValueError(f"the gradient is not finite at step {step}; lower optimizer.lr (now {rate:g})")
-            optimizer.step()
-            step += 1
-            if step % recipe.log_every == 0 or step == recipe.steps:
-                values = {"loss": loss.item(), "lr": rate, "grad_norm": norm.item(), "loops": depth.loops}
-                values |= {name: value.item() for name, value in metrics.items()}
+    """Train from where `start` stands to the last step; the number of steps done, fewer after an interrupt."""
+    recipe, live, world = session.recipe, session.live, session.world
+    done, saved = start, start.step
+    with interrupt_requested() as interrupted:
+        began = time.perf_counter()
+        for batch in loader:
+            factor = set_rates(live, recipe.schedule.factor(done.step, session.steps))
+            loss, metrics = accumulate(session, batch, done.step)
+            norms = session.reporter.gradient_norms() if due(done.step + 1, recipe.log_every, session.steps) else {}
+            norm = clip_grad_norm_(live.trained(), recipe.clip_norm)
+            if admitted(session, float(whole(norm)), done, save):
+                update(live)
+            if live.module.stability is not None:
+                live.module.stability.end_step(world.sum)
+            done = Progress(step=done.step + 1, counts=batch.counts, guard=session.guard.state_dict())
+            total, stop = world.sum(torch.tensor([loss.item(), float(interrupted())], dtype=torch.float64)).tolist()
+            if due(done.step, recipe.log_every, session.steps):
+                values = {"loss": total, "lr_factor": factor, "grad_norm": float(whole(norm))} | norms
                 seconds = time.perf_counter() - began
-                log.write(step, values | {"tokens_per_second": batch["input_ids"].numel() / seconds})
-            if step % recipe.evaluate_every == 0 or step == recipe.steps:
-                log.write(step, held_out_losses(module.model, held_out, 2 * recipe.loops))
-            if step % recipe.save_every == 0 or step == recipe.steps:
-                save(step)
-            progress.advance(step, f"loss {loss.item():.3f}")
-    if step < recipe.steps and step % recipe.save_every:
-        save(step)
-    return step
+                session.reporter.tell(
+                    log, done.step, values | session.reporter.step(batch, metrics, done.step - 1, seconds)
+                )
+            if due(done.step, recipe.evaluate_every, session.steps):
+                session.reporter.tell(log, done.step, session.reporter.evaluation())
+            if due(done.step, recipe.save_every, session.steps) or stop:
+                save(done)
+                saved = done.step
+            progress.advance(done.step, f"loss {total:.3f}")
+            if stop:
+                break
+            began = time.perf_counter()
+    assert saved == done.step or done.step == start.step
+    return done.step
+
+
+def due(step: int, every: int, last: int) -> bool:
+    """Whether something that happens every so many steps, and at the last, happens after `step` steps."""
+    return step % every == 0 or step == last
+
+
+def accumulate(session: Session, batch: StepBatch, step: int) -> tuple[Tensor, MetricSums]:
+    """The gradient of a whole step in its parameters; the process's share of the loss, and of the metrics."""
+    recipe, live, world = session.recipe, session.live, session.world
+    micro_batches = step_weights(batch.micro_batches, recipe.data, world.sum)
+    total, metrics = torch.zeros((), dtype=torch.float64, device=world.device), MetricSums()
+    for optimizer in live.optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    for index, (rows, micro_batch) in enumerate(zip(batch.spans, micro_batches, strict=True)):
+        own = {name: value.to(world.device, non_blocking=True) for name, value in micro_batch.items()}
+        groups = depth_groups(session.depth, recipe.seed, step, index, rows, own)
+        with without_sync(session.wrapped, last=index == len(micro_batches) - 1):
+            loss, found = session.wrapped(groups, step)
+            (loss * world.size).backward()  # the wrapper averages over processes, and weights sum to 1 over all of them
+        total += loss.detach()
+        for part, mass in found:
+            metrics.add(part, mass)
+    for parameter in live.trained():
+        if parameter.grad is None:  # not reached at this depth: a zero, so that all numbers of processes agree
+            parameter.grad = torch.zeros_like(parameter)
+    return total, metrics
+
+
+def set_rates(live: Live, factor: float) -> float:
+    """Every group's rate at this point of the schedule."""
+    for optimizer in live.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["base_lr"] * factor
+    return factor
+
+
+def admitted(session: Session, norm: float, done: Progress, save: Callable[[Progress], object]) -> bool:
+    """Whether the step's gradient is to be used; where the run must stop for it, what was reached is saved first."""
+    try:
+        return session.guard.admits(norm, done.step)
+    except ValueError:
+        save(done)
+        raise
+
+
+def update(live: Live) -> None:
+    """One step of every optimiser, and of what follows the weights."""
+    for optimizer in live.optimizers:
+        optimizer.step()
+    if live.ema is not None:
+        live.ema.update(live.model)
 
 
 @contextmanager
 def interrupt_requested() -> Generator[Callable[[], bool]]:
-    """Inside, Ctrl-C asks the loop to stop after its step; a second Ctrl-C stops at once."""
+    """Inside, Ctrl-C or a scheduler's SIGTERM asks the loop to save after its step; a second one stops at once."""
     requested = False
 
-    def note(*_: object) -> None:
+    def note(number: int, _: object) -> None:
         nonlocal requested
         requested = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(number, previous[number])
 
+    previous: dict[int, Any] = {}
     try:
-        previous = signal.signal(signal.SIGINT, note)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            previous[number] = signal.signal(number, note)
     except ValueError:  # signals belong to the main thread; elsewhere nobody presses Ctrl-C
         yield lambda: False
         return
     try:
         yield lambda: requested
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

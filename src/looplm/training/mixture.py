@@ -1,85 +1,126 @@
-"""The batches of a run: text and task questions packed together, a pure function of (seed, step)."""
+"""The sources that a recipe names, and the plan that deals a step's rows to them."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from looplm.data.packing import IGNORED, Document, pack
+from looplm.data.chat import ChatRows, read_conversations
+from looplm.data.packing import Document, pack, packed_row
+from looplm.data.rows import Row, RowSource, stack
+from looplm.data.shards import TokenShards
 from looplm.data.text import read_documents
-from looplm.data.windows import TextWindows
+from looplm.data.tokenizer import encode, padding_id
+from looplm.data.windows import TextWindows, split_documents
 from looplm.tasks import Example
-from looplm.training.recipe import Data, TaskData, TextData
+from looplm.training.data_recipe import ChatSource, Data, ShardSource, Source, TaskSource, TextSource
 
-Batch = dict[str, Tensor]
-_HELD_OUT_SEED = 10**9  # far from any training step's questions
-
-
-class TextSource:
-    """Windows of running text; `held_out` are windows of the part that training never sees."""
-
-    def __init__(self, recipe: TextData, length: int, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.recipe = recipe
-        documents = tokenizer(read_documents(recipe.path), add_special_tokens=False, verbose=False)["input_ids"]
-        self.windows = TextWindows(documents, length, recipe.held_out)
-        self.held_out = self.windows.held_out(recipe.held_out_rows)
-
-    def train(self, seed: int, step: int) -> Batch:
-        """The windows of a step."""
-        return self.windows.train(self.recipe.rows, [seed, step])
+_HELD_OUT_SEED = 10**9  # far from any training row's questions
+_PER_ROW = 1024  # more questions than a row can hold
 
 
-class TaskSource:
-    """Packed questions of a task; `held_out` are questions of the task's test split."""
+class TaskRows:
+    """Rows filled with questions of a task until the next one does not fit; held out is the task's test split."""
 
-    def __init__(self, recipe: TaskData, length: int, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.recipe = recipe
-        self.length = length
-        self.tokenizer = tokenizer
-        test = replace(recipe.task, split="test")
-        self.held_out = self._pack([test.example(_HELD_OUT_SEED + i) for i in range(recipe.held_out_questions)])
+    def __init__(self, source: TaskSource, length: int, seed: int, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._source, self._length, self._seed, self._tokenizer = source, length, seed, tokenizer
+        self.row(0)
 
-    def train(self, seed: int, step: int) -> Batch:
-        """The fresh questions of a step."""
-        first = (seed * 2**32 + step) * self.recipe.questions
-        return self._pack([self.recipe.task.example(first + i) for i in range(self.recipe.questions)])
+    def row(self, index: int) -> Row:
+        """The row number `index` since the start of the run."""
+        first = (self._seed * 2**32 + index) * _PER_ROW
+        documents: list[Document] = []
+        used = 0
+        for number in range(_PER_ROW):
+            document = self._document(self._source.task.example(first + number))
+            if used + len(document.tokens) > self._length:
+                break
+            documents.append(document)
+            used += len(document.tokens)
+        if not documents:
+            raise ValueError(f"a question of the task does not fit into rows of {self._length}; raise data.length")
+        return packed_row(documents, self._length, padding_id(self._tokenizer))
 
-    def _pack(self, examples: list[Example]) -> Batch:
-        prompts, answers = (
-            self.tokenizer([getattr(example, part) for example in examples], add_special_tokens=False)["input_ids"]
-            for part in ("prompt", "answer")
-        )
-        documents = [
-            Document(tokens=prompt + answer, is_target=[False] * len(prompt) + [True] * len(answer))
-            for prompt, answer in zip(prompts, answers, strict=True)
-        ]
-        return pack(documents, self.length, self.tokenizer.pad_token_id)
+    def rows_in_epochs(self, epochs: int) -> None:
+        """Questions never end."""
+        return
+
+    def held_out(self) -> list[Row]:
+        """Questions of the test split."""
+        test = replace(self._source.task, split="test")
+        numbers = range(_HELD_OUT_SEED, _HELD_OUT_SEED + self._source.held_out_questions)
+        documents = [self._document(test.example(number)) for number in numbers]
+        return pack(documents, self._length, padding_id(self._tokenizer))
+
+    def _document(self, example: Example) -> Document:
+        prompt, answer = encode(self._tokenizer, [example.prompt, example.answer])
+        return Document(tokens=prompt + answer, is_target=[False] * len(prompt) + [True] * len(answer))
 
 
 class Mixture:
-    """The sources that a recipe names, one under another in a batch."""
+    """Named sources of rows, and how many rows each gives to a step."""
 
-    def __init__(self, data: Data, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.sources: dict[str, TextSource | TaskSource] = {}
-        if data.text is not None:
-            self.sources["text"] = TextSource(data.text, data.length, tokenizer)
-        if data.compose is not None:
-            self.sources["compose"] = TaskSource(data.compose, data.length, tokenizer)
+    def __init__(self, data: Data, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+        self.data = data
+        self.seed = seed
+        self.pad = padding_id(tokenizer)
+        self.sources = {
+            name: _open(source, data.length, seed + index, tokenizer)
+            for index, (name, source) in enumerate(data.sources.items())
+        }
 
-    def train(self, seed: int, step: int) -> Batch:
-        """The batch of a step: `input_ids`, `labels`, `position_ids` and `weights`, each [R, length].
+    def held_out(self) -> dict[str, dict[str, Tensor]]:
+        """The held-out batch of every source that has one."""
+        rows = {name: source.held_out() for name, source in self.sources.items()}
+        return {name: stack(found) for name, found in rows.items() if found}
 
-        The loss is the sum over sources of weight x mean over the source's targets.
+    def deal(self, counts: Mapping[str, int], num_rows: int) -> list[tuple[str, int]]:
+        """(source, row of that source) of the next `num_rows` rows, after `counts` rows of each were taken.
+
+        Each row goes to the source furthest behind its share, so counts stay within one row of exact shares.
         """
-        parts = [_weighted(source.train(seed, step), source.recipe.weight) for source in self.sources.values()]
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        total = sum(source.share for source in self.data.sources.values())
+        taken = {name: counts.get(name, 0) for name in self.data.sources}
+        done = sum(taken.values())
+        dealt = []
+        for number in range(done + 1, done + num_rows + 1):
+            behind = {name: source.share / total * number - taken[name] for name, source in self.data.sources.items()}
+            name = max(behind, key=lambda name: behind[name])
+            dealt.append((name, taken[name]))
+            taken[name] += 1
+        return dealt
 
-    def held_out(self) -> dict[str, Batch]:
-        """The held-out batch of every source."""
-        return {name: source.held_out for name, source in self.sources.items()}
+    def rows_in_epochs(self, epochs: int) -> int:
+        """How many rows until some source has been through so many epochs.
+
+        Raises:
+            ValueError: if no source ever repeats.
+        """
+        total = sum(source.share for source in self.data.sources.values())
+        lengths = {name: source.rows_in_epochs(epochs) for name, source in self.sources.items()}
+        ends = [rows * total / self.data.sources[name].share for name, rows in lengths.items() if rows is not None]
+        if not ends:
+            raise ValueError("epochs needs a source that ends; tasks never do: give steps instead")
+        return round(min(ends))
+
+    def steps_in_epochs(self, epochs: int) -> int:
+        """The steps until then; the last may have fewer rows."""
+        left, steps = self.rows_in_epochs(epochs), 0
+        while left > 0:
+            left -= self.data.rows_at(steps)
+            steps += 1
+        return steps
 
 
-def _weighted(batch: Batch, weight: float) -> Batch:
-    valid = batch["labels"] != IGNORED
-    return batch | {"weights": valid * (weight / valid.sum().clamp(min=1))}
+def _open(source: Source, length: int, seed: int, tokenizer: PreTrainedTokenizerFast) -> RowSource:
+    if isinstance(source, TextSource):
+        documents = encode(tokenizer, read_documents(source.path, source.field))
+        return TextWindows(*split_documents(documents, source.held_out), length, seed, source.held_out_rows)
+    if isinstance(source, ShardSource):
+        held_out = None if source.held_out is None else TokenShards(source.held_out, tokenizer)
+        return TextWindows(TokenShards(source.path, tokenizer), held_out, length, seed, source.held_out_rows)
+    if isinstance(source, ChatSource):
+        conversations = read_conversations(source.path, source.messages, source.prompt, source.answer)
+        return ChatRows(conversations, tokenizer, length, seed, source.too_long, source.held_out, source.held_out_rows)
+    return TaskRows(source, length, seed, tokenizer)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -12,83 +12,70 @@ from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, TypeAdapter,
 from pydantic.dataclasses import dataclass
 from yaml import YAMLError
 
-from looplm.objectives import ExpectedLoss, GateRegression
-from looplm.tasks import Compose
-from looplm.training.depth import Depth, DepthSchedule, FixedDepth
-from looplm.training.schedules import WarmupStableDecay
+from looplm.objectives import Objective, Stability
+from looplm.training.adapters import Lora
+from looplm.training.averaging import EmaSettings
+from looplm.training.data_recipe import Data
+from looplm.training.depth import DepthSchedule, FixedDepth
+from looplm.training.distribution import Parallel
+from looplm.training.monitors import Monitors, NonFinite
+from looplm.training.optimizers import AdamWSettings, OptimizerSettings
+from looplm.training.schedules import LearningRate, WarmupStableDecay
 
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 BUILT_IN = Path(__file__).parent / "recipes"
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
-class TextData:
-    """Running text: `rows` windows a step from `path` (a file or folder; Python's own manual by default).
+class Duplicate:
+    """The core's layers copied `factor` times before training (Ouro, arXiv 2510.25741: 24 layers to 48).
 
-    `weight` is the share of this source's mean loss in the step's loss.
+    order: "stack" repeats the whole stack, "interleave" each layer; the paper does not say which.
     """
 
-    path: str | None = None
-    rows: PositiveInt = 6
-    weight: PositiveFloat = 1.0
-    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    held_out_rows: PositiveInt = 64
-
-
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
-class TaskData:
-    """Fresh questions of a task each step; the loss is on the answer only, and `weight` as for text."""
-
-    task: Compose = field(default_factory=Compose)
-    questions: PositiveInt = 192
-    weight: PositiveFloat = 1.0
-    held_out_questions: PositiveInt = 512
-
-
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
-class Data:
-    """What a step's batch is mixed from; rows are `length` tokens."""
-
-    length: Annotated[int, Field(ge=2)] = 128
-    text: TextData | None = None
-    compose: TaskData | None = None
-
-    def __post_init__(self) -> None:
-        if self.text is None and self.compose is None:
-            raise ValueError("name at least one source: text or compose")
-
-
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
-class Optimizer:
-    """AdamW; weight decay on matrices only."""
-
-    lr: PositiveFloat = 2e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    factor: Annotated[int, Field(ge=2)] = 2
+    order: Literal["stack", "interleave"] = "stack"
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Recipe:
     """Everything that decides a run. What was run lies in its folder as recipe.json.
 
-    A new model is built from `model` (fields of `LoopLMConfig`) with a tokenizer of `vocab_size` tokens trained on
-    the text; `init_from` continues from a checkpoint folder instead. `loops` is the model's depth and that of every
-    step, unless `depth` draws one for each (`looplm.training.depth`).
+    A new model is built from `model` (fields of `LoopLMConfig`) with the tokenizer in the folder `tokenizer`, or with a
+    new one of `vocab_size` tokens trained on the text. `init_from` continues from a checkpoint instead; `model` then
+    changes fields that no tensor depends on (a RoPE base), and `duplicate` or `lora` what is trained.
+
+    `loops` is the model's depth and that of every step, unless `depth` draws one (`looplm.training.depth`); without it
+    a checkpoint's own count stays. `steps` or `epochs` says how long. A step's `data.rows` rows are cut into
+    micro-batches of `micro_rows` a process. `micro_rows`, `checkpointing`, `parallel` and the number of processes
+    change memory and speed, not the result. "bfloat16" computes matrix products in it (autocast) and keeps weights,
+    gate, norms, softmax and losses in float32; "float64" is for proofs of equality.
     """
 
     out: str
     model: dict[str, Any] | None = None
     vocab_size: PositiveInt = 1024
+    tokenizer: str | None = None
     init_from: str | None = None
+    duplicate: Duplicate | None = None
+    lora: Lora | None = None
     data: Data
-    objective: Annotated[ExpectedLoss | GateRegression, Field(discriminator="kind")]
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    schedule: WarmupStableDecay = field(default_factory=WarmupStableDecay)
-    loops: PositiveInt = 4
+    objective: Annotated[Objective, Field(discriminator="kind")]
+    stability: Stability | None = None
+    optimizer: Annotated[OptimizerSettings, Field(discriminator="kind")] = field(default_factory=AdamWSettings)
+    schedule: Annotated[LearningRate, Field(discriminator="kind")] = field(default_factory=WarmupStableDecay)
+    loops: PositiveInt | None = None
     depth: Annotated[DepthSchedule, Field(discriminator="kind")] | None = None
-    steps: PositiveInt
+    steps: PositiveInt | None = None
+    epochs: PositiveInt | None = None
+    micro_rows: PositiveInt | None = None
     clip_norm: PositiveFloat = 1.0
+    precision: Literal["float32", "bfloat16", "float64"] = "float32"
+    checkpointing: Literal["none", "block", "loop"] = "none"
+    parallel: Parallel = "ddp"
+    ema: EmaSettings | None = None
+    nonfinite: NonFinite = field(default_factory=NonFinite)
+    monitors: Monitors = field(default_factory=Monitors)
     seed: Annotated[int, Field(ge=0)] = 0
     log_every: PositiveInt = 10
     evaluate_every: PositiveInt = 250
@@ -96,16 +83,33 @@ class Recipe:
     keep_checkpoints: PositiveInt = 2
 
     def __post_init__(self) -> None:
-        if (self.model is None) == (self.init_from is None):
-            raise ValueError("give exactly one of model (a new one) and init_from (a checkpoint folder)")
+        if self.model is None and self.init_from is None:
+            raise ValueError("give model (a new one) or init_from (a checkpoint folder)")
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give exactly one of steps and epochs")
         if self.model is not None and "vocab_size" in self.model:
             raise ValueError("model.vocab_size follows from the tokenizer; set vocab_size instead")
-        self.objective.check_loops(self.loops if self.depth is None else self.depth.low)
+        if self.model is not None and "loops" in self.model:
+            raise ValueError("model.loops is the recipe's own loops; set loops instead")
+        if self.init_from is None:
+            self._refuse_for_new_models()
+        elif self.tokenizer is not None:
+            raise ValueError("init_from brings its own tokenizer; leave tokenizer out")
+        if self.stability is not None:
+            self.stability.check_objective(self.objective)
+        lowest = self.depth.lowest if self.depth is not None else self.loops
+        if lowest is not None:
+            self.objective.check_loops(lowest)
 
-    def depth_at(self, step: int) -> Depth:
-        """The loops of 0-based `step`, and how many of them carry gradient."""
-        schedule = self.depth or FixedDepth(loops=self.loops, high=self.loops)
-        return schedule.draw(self.seed, step)
+    def _refuse_for_new_models(self) -> None:
+        for name in ("duplicate", "lora"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} changes a trained model; give init_from")
+
+    def depth_schedule(self, model_loops: int) -> DepthSchedule:
+        """Where each step's loops come from, for a model of so many."""
+        loops = self.loops or model_loops
+        return self.depth or FixedDepth(loops=loops, high=loops)
 
 
 def load_recipe(
@@ -123,17 +127,20 @@ def load_recipe(
         if "=" not in override:
             raise ValueError(f"the override '{override}' is not of the form a.b=value")
     try:
-        merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
-        container = OmegaConf.to_container(merged, resolve=True)
+        config = OmegaConf.load(path)
+        for override in overrides:
+            _override(config, override)
+        container = OmegaConf.to_container(config, resolve=True)
         for key, value in values.items():
             _put(container, key.split("."), value)
+        _fill_kinds(container)
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, TypeError, AttributeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{path} with its overrides cannot be read as a recipe: {reason}") from error
     try:
         return TypeAdapter(Recipe).validate_python(container)
     except ValidationError as error:
-        raise ValueError(f"recipe {path.stem}: {_first(error)}") from error
+        raise ValueError(f"recipe {path.stem}: {_first(error, container)}") from error
 
 
 def resolved(recipe: Recipe) -> dict[str, Any]:
@@ -144,6 +151,23 @@ def resolved(recipe: Recipe) -> dict[str, Any]:
 def built_in_recipes() -> list[str]:
     """The names that `load_recipe` knows without a file."""
     return sorted(path.stem for path in BUILT_IN.glob("*.yaml"))
+
+
+def _override(config: Any, override: str) -> None:
+    """Set what an `a.b=value` names; a value that says its `kind` replaces what was there: its keys may not fit."""
+    key = override.partition("=")[0]
+    value = OmegaConf.select(OmegaConf.from_dotlist([override]), key)
+    OmegaConf.update(config, key, value, merge=not (OmegaConf.is_dict(value) and "kind" in value))
+
+
+# What an optimizer or schedule is where a recipe does not say.
+_DEFAULT_KINDS = {"optimizer": "adamw", "schedule": "wsd"}
+
+
+def _fill_kinds(container: Any) -> None:
+    for name, kind in _DEFAULT_KINDS.items():
+        if isinstance(container.get(name), dict):
+            container[name].setdefault("kind", kind)
 
 
 def _put(container: Any, keys: list[str], value: Any) -> None:
@@ -159,11 +183,23 @@ def _find(source: str | Path) -> Path:
     raise ValueError(f"no recipe '{source}': neither a file nor one of {', '.join(built_in_recipes())}")
 
 
-def _first(error: ValidationError) -> str:
+def _first(error: ValidationError, given: Any) -> str:
     problem = error.errors()[0]
-    unions = {"expected_loss", "gate_regression", "fixed", "uniform", "poisson", "log_normal", "log_normal_poisson"}
-    where = ".".join(str(part) for part in problem["loc"] if part not in unions)
-    if problem["type"] == "unexpected_keyword_argument":
+    unknown = problem["type"] == "unexpected_keyword_argument"
+    where = ".".join(_keys(problem["loc"], given, keep_last=unknown or problem["type"] == "missing"))
+    if unknown:
         return f"unknown key '{where}'"
     message = problem["msg"].removeprefix("Value error, ")
     return f"{where}: {message}" if where else message
+
+
+def _keys(location: Sequence[int | str], given: Any, keep_last: bool) -> list[str]:
+    """The keys of the recipe along pydantic's location, without the names of the kinds that it tried on the way."""
+    keys = []
+    for index, part in enumerate(location):
+        inside = (isinstance(given, dict) and part in given) or (isinstance(given, list) and isinstance(part, int))
+        if inside:
+            given = given[part]
+        if inside or (keep_last and index == len(location) - 1):
+            keys.append(str(part))
+    return keys

@@ -8,16 +8,20 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import PreTrainedTokenizerFast
 
-from looplm.data.text import read_documents
-from looplm.data.tokenizer import load_tokenizer, train_tokenizer
-from looplm.models import LoopLMConfig, LoopLMForCausalLM, load
-from looplm.training.checkpoints import complete_checkpoints, restore, save_checkpoint
-from looplm.training.logs import RunLog, StepProgress
-from looplm.training.loop import ObjectiveModule, build_optimizer, run_steps
+from looplm.training.averaging import Ema
+from looplm.training.checkpoints import Live, Progress, complete_checkpoints, restore, save_checkpoint
+from looplm.training.distribution import World, distribute, open_world
+from looplm.training.loader import StepLoader
+from looplm.training.logs import RunLog, SilentLog, StepProgress
+from looplm.training.loop import Session, run_steps
 from looplm.training.mixture import Mixture
+from looplm.training.module import ObjectiveModule
+from looplm.training.monitors import NonFiniteGuard
+from looplm.training.opening import Opened, open_run, trained
+from looplm.training.optimizers import build_optimizers
 from looplm.training.recipe import Recipe, resolved
+from looplm.training.reporting import Reporter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,35 +39,77 @@ class RunResult:
 
 
 def train(recipe: Recipe, console: Console | None = None, title: str = "train") -> RunResult:
-    """Run `recipe`, or resume it bit for bit where its folder already holds a checkpoint of the same recipe.
+    """Run `recipe`, or resume it where its folder already holds a checkpoint of the same recipe.
+
+    Under torchrun every process calls this alike. On CPU a resumed run equals the uninterrupted one bit for bit if the
+    number of processes is the same, and to rounding if it is not.
 
     Raises:
         ValueError: if the folder belongs to another recipe, or the recipe's model, text or checkpoint is unusable;
             nothing is written then.
     """
     folder = Path(recipe.out)
+    world = open_world()
     _refuse_another(folder, resolved(recipe))
     done = complete_checkpoints(folder / "checkpoints")
-    model, tokenizer = _open(done[-1]) if done else _start(recipe)
-    recipe.objective.check_model(model.config)
-    module = ObjectiveModule(model.train(), recipe.objective)
-    optimizer = build_optimizer(module, recipe.optimizer)
-    start = restore(done[-1], model, optimizer) if done else 0
-    if start == recipe.steps:
-        return RunResult(checkpoint=done[-1], step=start, steps=recipe.steps)
-    data = Mixture(recipe.data, tokenizer)
-    _claim(folder, resolved(recipe))
-    log = RunLog(folder, start)
+    opened = open_run(recipe, done[-1] if done else None)
+    data = Mixture(recipe.data, opened.tokenizer, recipe.seed)
+    steps = recipe.steps or data.steps_in_epochs(recipe.epochs or 1)
+    world.wait()  # nobody writes before everybody has looked
+    session = _session(recipe, opened, data, steps, world)
+    start = restore(done[-1], session.live, world) if done else Progress()
+    session.guard.load_state_dict(start.guard)
+    if start.step < steps:
+        step = _run(session, opened, data, start, folder, console or Console(stderr=True), title)
+    else:
+        step = start.step
+    return RunResult(checkpoint=complete_checkpoints(folder / "checkpoints")[-1], step=step, steps=steps)
 
-    def save(step: int) -> Path:
-        return save_checkpoint(folder / "checkpoints", step, model, tokenizer, optimizer, recipe.keep_checkpoints)
+
+def _session(recipe: Recipe, opened: Opened, data: Mixture, steps: int, world: World) -> Session:
+    model = opened.model
+    autocast = torch.bfloat16 if recipe.precision == "bfloat16" else None
+    module = ObjectiveModule(model, recipe.objective, recipe.stability, autocast)
+    wrapped = distribute(module, recipe.parallel, world)
+    optimizers = build_optimizers(model, recipe.optimizer, lambda name: trained(recipe, name))
+    ema = None if recipe.ema is None else Ema(model, recipe.ema)
+    live = Live(module=module, optimizers=optimizers, ema=ema, lora=recipe.lora)
+    depth = recipe.depth_schedule(model.config.loops)
+    guard = NonFiniteGuard(recipe.nonfinite)
+    return Session(
+        recipe=recipe, steps=steps, world=world, live=live, wrapped=wrapped, depth=depth,
+        guard=guard, reporter=Reporter(recipe, live, depth, data.held_out(), guard, world),
+    )  # fmt: skip
+
+
+def _run(
+    session: Session, opened: Opened, data: Mixture, start: Progress, folder: Path, console: Console, title: str
+) -> int:
+    recipe, world = session.recipe, session.world
+    if world.leads:
+        _claim(folder, resolved(recipe))
+    loader = StepLoader(
+        data,
+        start.counts,
+        start.step,
+        session.steps,
+        rank=world.rank,
+        world=world.size,
+        micro_rows=recipe.micro_rows,
+        epochs=recipe.epochs,
+    )
+    log = RunLog(folder, start.step, console) if world.leads else SilentLog()
+
+    def save(progress: Progress) -> Path:
+        return save_checkpoint(
+            folder / "checkpoints", session.live, progress, opened.tokenizer, recipe.keep_checkpoints, world
+        )
 
     try:
-        with StepProgress(title, recipe.steps, start, console or Console(stderr=True)) as progress:
-            step = run_steps(recipe, module, optimizer, data, start, log, progress, save)
+        with StepProgress(title, session.steps, start.step, console if world.leads else Console(quiet=True)) as bar:
+            return run_steps(session, loader, start, log, bar, save)
     finally:
         log.close()
-    return RunResult(checkpoint=complete_checkpoints(folder / "checkpoints")[-1], step=step, steps=recipe.steps)
 
 
 def _refuse_another(folder: Path, recipe: dict[str, Any]) -> None:
@@ -74,10 +120,14 @@ def _refuse_another(folder: Path, recipe: dict[str, Any]) -> None:
         before = json.loads(held.read_text())
     except ValueError as error:
         raise ValueError(f"{held} is damaged; remove {folder} or give another out=") from error
-    before["out"] = recipe["out"]  # the same folder by another path is the same run
+    before = before | {name: recipe[name] for name in _NOT_THE_RUN}
     if before != recipe:
         changed = _first_difference(before, recipe)
         raise ValueError(f"{folder} holds a run of another recipe ({changed} differs); give another out= or remove it")
+
+
+# The same folder by another path is the same run, and these decide memory and speed alone.
+_NOT_THE_RUN = ("out", "micro_rows", "checkpointing", "parallel")
 
 
 def _claim(folder: Path, recipe: dict[str, Any]) -> None:
@@ -94,35 +144,3 @@ def _first_difference(before: Any, now: Any, where: str = "") -> str:
         key = next(key for key in sorted({*before, *now}) if before.get(key) != now.get(key))
         return _first_difference(before.get(key), now.get(key), f"{where}.{key}".lstrip("."))
     return where
-
-
-def _open(checkpoint: Path) -> tuple[LoopLMForCausalLM, PreTrainedTokenizerFast]:
-    return load(checkpoint), load_tokenizer(checkpoint)
-
-
-def _start(recipe: Recipe) -> tuple[LoopLMForCausalLM, PreTrainedTokenizerFast]:
-    if recipe.init_from is not None:
-        return _open(latest_checkpoint(recipe.init_from))
-    tokenizer = _new_tokenizer(recipe)
-    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    torch.manual_seed(recipe.seed)
-    defaults = {"loops": recipe.loops, **ids}
-    values: dict[str, Any] = defaults | (recipe.model or {}) | {"vocab_size": len(tokenizer)}
-    return LoopLMForCausalLM(LoopLMConfig(**values)), tokenizer
-
-
-def _new_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
-    documents = read_documents(recipe.data.text.path) if recipe.data.text else []
-    words = recipe.data.compose.task.words() if recipe.data.compose else []
-    return train_tokenizer(documents, recipe.vocab_size, words)
-
-
-def latest_checkpoint(path: str | Path) -> Path:
-    """`path` itself if it is a checkpoint, else the newest complete checkpoint of the run folder `path`."""
-    path = Path(path)
-    if (path / "config.json").exists():
-        return path
-    done = complete_checkpoints(path / "checkpoints")
-    if not done:
-        raise ValueError(f"'{path}' is neither a checkpoint nor a run with a complete one")
-    return done[-1]

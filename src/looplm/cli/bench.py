@@ -1,0 +1,116 @@
+"""`looplm bench <what>`: measurements of several ways to do one thing, side by side in one run."""
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from looplm.cli.errors import one_line_errors
+from looplm.cli.tables import AsJson, print_rows
+
+bench = typer.Typer(help="Measure, side by side in one run.", no_args_is_help=True)
+
+
+@bench.command("head-loss")
+@one_line_errors
+def bench_head_loss(
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens N.")] = 1024,
+    width: Annotated[int, typer.Option(min=1, help="Width D.")] = 512,
+    vocab: Annotated[int, typer.Option(min=2, help="Vocabulary V.")] = 49152,
+    loops: Annotated[int, typer.Option(min=1, help="Loops T.")] = 4,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Stage I's head loss: chunked against holding T full logit tensors."""
+    from looplm.studies.bench_head_loss import bench_head_loss as measure
+
+    rows = [asdict(row) for row in measure(tokens, width, vocab, loops, repeats)]
+    ours, plain = rows
+    ratio = {"time": ours["seconds"] / plain["seconds"], "memory": ours["peak_bytes"] / plain["peak_bytes"]}
+    if as_json:
+        problem = {"tokens": tokens, "width": width, "vocab": vocab, "loops": loops}
+        typer.echo(json.dumps({"problem": problem, "rows": rows, "ratio": ratio}))
+        return
+    console = Console()
+    console.print(
+        f"N = {tokens}, D = {width}, V = {vocab}, T = {loops}, float32, forward and backward", highlight=False
+    )
+    print_rows(console, [row | {"seconds": f"{row['seconds']:.3f}"} for row in rows])
+    console.print(f"chunked / plain: {ratio['time']:.2f} x time, {ratio['memory']:.2f} x memory", highlight=False)
+
+
+@bench.command("jsrr")
+@one_line_errors
+def bench_jsrr(
+    width: Annotated[int, typer.Option(min=1, help="Width D, of heads of 64.")] = 256,
+    layers: Annotated[int, typer.Option(min=1, help="Shared layers.")] = 2,
+    loops: Annotated[int, typer.Option(min=1, help="Loops T.")] = 4,
+    vocab: Annotated[int, typer.Option(min=2, help="Vocabulary V.")] = 2048,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a row.")] = 128,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 8,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 9,
+    as_json: AsJson = False,
+) -> None:
+    """The stability term: a training step under each of its forms, as a ratio to the plain step."""
+    from looplm.studies.bench_jsrr import RECOMMENDED, JsrrProblem
+    from looplm.studies.bench_jsrr import bench_jsrr as measure
+
+    problem = JsrrProblem(width=width, layers=layers, loops=loops, vocab=vocab, length=length, rows=rows)
+    found = [asdict(row) for row in measure(problem, repeats)]
+    if as_json:
+        typer.echo(json.dumps({"problem": asdict(problem), "rows": found, "recommended": RECOMMENDED}))
+        return
+    console = Console()
+    sizes = ", ".join(f"{name}={value}" for name, value in asdict(problem).items())
+    console.print(f"{sizes}, float32, forward, backward and AdamW", highlight=False)
+    print_rows(
+        console,
+        [
+            {"form": row["form"], "seconds": f"{row['seconds']:.3f}"}
+            | {name: f"{row[name]:.2f} x" for name in ("time_ratio", "memory_ratio")}
+            for row in found
+        ],
+    )
+    for row in found[1:]:
+        console.print(f"{row['form']} estimates {row['estimates']}", highlight=False, soft_wrap=True)
+    console.print(f"recommended: {RECOMMENDED}", highlight=False)
+
+
+@bench.command("train")
+@one_line_errors
+def bench_train(
+    width: Annotated[int, typer.Option(min=64, help="Width D, of heads of 64.")] = 512,
+    layers: Annotated[int, typer.Option(min=1, help="Shared layers.")] = 2,
+    loops: Annotated[int, typer.Option(min=1, help="Loops T.")] = 4,
+    vocab: Annotated[int, typer.Option(min=2, help="Vocabulary V.")] = 8192,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a row.")] = 256,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 4,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 7,
+    as_json: AsJson = False,
+) -> None:
+    """Stage I training steps: ours, a hand-written looped model's, and an unlooped model's of equal FLOPs."""
+    from looplm.studies.bench_train import TrainProblem
+    from looplm.studies.bench_train import bench_train as measure
+
+    problem = TrainProblem(width=width, layers=layers, loops=loops, vocab=vocab, length=length, rows=rows)
+    found = [asdict(row) for row in measure(problem, repeats)]
+    ours, plain, unlooped = found
+    ratio = {
+        "flops_per_second_over_unlooped": ours["gflops_per_second"] / unlooped["gflops_per_second"],
+        "tokens_per_second_over_plain": ours["tokens_per_second"] / plain["tokens_per_second"],
+        "memory_over_plain": ours["peak_bytes"] / plain["peak_bytes"],
+    }
+    if as_json:
+        typer.echo(json.dumps({"problem": asdict(problem), "rows": found, "ratio": ratio}))
+        return
+    console = Console()
+    sizes = ", ".join(f"{name}={value}" for name, value in asdict(problem).items())
+    console.print(f"{sizes}, float32, forward, backward and AdamW", highlight=False)
+    print_rows(
+        console,
+        [{key: f"{value:,.3g}" if isinstance(value, float) else value for key, value in row.items()} for row in found],
+    )
+    for name, value in ratio.items():
+        console.print(f"{name.replace('_', ' ')}: {value:.2f} x", highlight=False)

@@ -1,0 +1,161 @@
+"""Conversations as ChatML documents whose assistant turns alone are targets, packed into rows epoch by epoch."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from looplm.data.files import Record, read_records, value_of
+from looplm.data.packing import Document, pack, packed_row
+from looplm.data.permutation import permute
+from looplm.data.rows import Row
+from looplm.data.tokenizer import CHAT_TOKENS, TURN_END, TURN_START, encode, padding_id
+
+TooLong = Literal["drop", "truncate", "error"]
+_ROLES = {"human": "user", "gpt": "assistant"}  # names that other formats use
+
+
+class Turn(NamedTuple):
+    """Who speaks, and what."""
+
+    role: str
+    content: str
+
+
+class Conversation(NamedTuple):
+    """Turns in order, and where they were read."""
+
+    where: str
+    turns: tuple[Turn, ...]
+
+
+def read_conversations(
+    path: str | Path, messages: str = "messages", prompt: str | None = None, answer: str | None = None
+) -> Iterator[Conversation]:
+    """The conversations of a .jsonl, .parquet or .arrow file, a folder of them, or "hub:owner/name".
+
+    A record has a list of turns under `messages`, each with role and content (or from and value); or a question and its
+    answer under the fields `prompt` and `answer`.
+
+    Raises:
+        ValueError: for a record without these, named by file and line.
+    """
+    for record in read_records(path):
+        if prompt is not None and answer is not None:
+            pair = ((role, value_of(record, field)) for role, field in (("user", prompt), ("assistant", answer)))
+            turns = [_turn(record, {"role": role, "content": content}) for role, content in pair]
+        else:
+            found = value_of(record, messages)
+            if not isinstance(found, Sequence) or isinstance(found, str):
+                raise ValueError(f"{record.where}: '{messages}' is a {type(found).__name__}, not a list of turns")
+            turns = [_turn(record, turn) for turn in found]
+        yield Conversation(record.where, tuple(turns))
+
+
+def chat_document(tokenizer: PreTrainedTokenizerFast, conversation: Conversation) -> Document:
+    """ChatML: `<|im_start|>role`, a line break, the content, `<|im_end|>`, a line break, turn by turn.
+
+    Targets are the content of the assistant's turns and the end token that closes each. What a turn says cannot forge a
+    special token. No start-of-text token is added.
+
+    Raises:
+        ValueError: if the tokenizer lacks ChatML's tokens, or no token of the conversation is a target.
+    """
+    start, end = (tokenizer.convert_tokens_to_ids(token) for token in CHAT_TOKENS)
+    if start is None or end is None or tokenizer.unk_token_id in (start, end):
+        raise ValueError(f"the tokenizer has no {TURN_START} and {TURN_END}; train it with a chat source, or add them")
+    texts = [text for turn in conversation.turns for text in (f"{turn.role}\n", turn.content)]
+    pieces = encode(tokenizer, [*texts, "\n"], plain=True)
+    line = pieces.pop()
+    tokens: list[Any] = []
+    is_target: list[bool] = []
+    for turn, head, content in zip(conversation.turns, pieces[::2], pieces[1::2], strict=True):
+        spoken = turn.role == "assistant"
+        tokens += [start, *head, *content, end, *line]
+        is_target += [False] * (1 + len(head)) + [spoken] * (len(content) + 1) + [False] * len(line)
+    if not any(is_target):
+        raise ValueError(f"{conversation.where} has no assistant turn, so no token of it would be learnt")
+    return Document(tokens=tokens, is_target=is_target)
+
+
+class ChatRows:
+    """Conversations packed into rows of `length`: each epoch in an order of its own, next fit.
+
+    Too long conversations are dropped (`dropped` counts them), cut at the end, or refused.
+
+    Raises:
+        ValueError: if no conversation is left.
+    """
+
+    def __init__(
+        self, conversations: Iterator[Conversation], tokenizer: PreTrainedTokenizerFast, length: int, seed: int,
+        too_long: TooLong = "drop", held_out: float = 0.05, held_out_rows: int = 64,
+    ) -> None:  # fmt: skip
+        self._length, self._seed, self._pad = length, seed, padding_id(tokenizer)
+        self._held_out_rows = held_out_rows
+        self.dropped = 0
+        documents = []
+        for conversation in conversations:
+            document = self._fitted(chat_document(tokenizer, conversation), conversation.where, too_long)
+            if document is not None:
+                documents.append(document)
+        kept = len(documents) - round(held_out * len(documents))
+        self._train, self._test = documents[:kept], documents[kept:]
+        if not self._train:
+            raise ValueError(f"no conversation fits into rows of {length} ({self.dropped} dropped); raise data.length")
+        self._epochs: list[list[list[int]]] = []
+
+    def row(self, index: int) -> Row:
+        """The row number `index` since the start of the run."""
+        epoch = 0
+        while index >= len(self._packed(epoch)):
+            index -= len(self._packed(epoch))
+            epoch += 1
+        return packed_row([self._train[number] for number in self._packed(epoch)[index]], self._length, self._pad)
+
+    def rows_in_epochs(self, epochs: int) -> int:
+        """The rows of the first `epochs` epochs."""
+        return sum(len(self._packed(epoch)) for epoch in range(epochs))
+
+    def held_out(self) -> list[Row]:
+        """The last conversations, packed."""
+        return pack(self._test, self._length, self._pad)[: self._held_out_rows]
+
+    def _fitted(self, document: Document, where: str, too_long: TooLong) -> Document | None:
+        size = len(document.tokens)
+        if size <= self._length:
+            return document
+        if too_long == "error":
+            raise ValueError(f"{where} has {size} tokens, more than a row's {self._length}; raise data.length")
+        cut = Document(tokens=document.tokens[: self._length], is_target=document.is_target[: self._length])
+        if too_long == "truncate" and any(cut.is_target):
+            return cut
+        self.dropped += 1
+        return None
+
+    def _packed(self, epoch: int) -> list[list[int]]:
+        """The conversations of every row of an epoch."""
+        while len(self._epochs) <= epoch:
+            order = permute(np.arange(len(self._train)), len(self._train), [self._seed, len(self._epochs)])
+            rows: list[list[int]] = []
+            room = 0
+            for number in order.tolist():
+                size = len(self._train[number].tokens)
+                if size > room:
+                    rows.append([])
+                    room = self._length
+                rows[-1].append(number)
+                room -= size
+            self._epochs.append(rows)
+        return self._epochs[epoch]
+
+
+def _turn(record: Record, turn: Any) -> Turn:
+    if not isinstance(turn, Mapping):
+        raise ValueError(f"{record.where}: a turn is a {type(turn).__name__}, not an object with role and content")
+    role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise ValueError(f"{record.where}: a turn needs role and content as text, got {sorted(map(str, turn))}")
+    return Turn(_ROLES.get(role, role), content)

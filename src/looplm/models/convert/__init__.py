@@ -1,0 +1,1 @@
+"""Models made from other models: the same weights under another architecture."""

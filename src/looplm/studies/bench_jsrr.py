@@ -1,0 +1,120 @@
+"""Benchmark: what each form of the stability term adds to a training step, all forms in one run."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from looplm.analysis.allocations import peak_bytes
+from looplm.models import LoopLMConfig, LoopLMForCausalLM
+from looplm.objectives import (
+    AdjacentL2,
+    ExpectedLoss,
+    FiniteDifference,
+    JacobianVector,
+    SecantRatio,
+    Stability,
+    StabilityForm,
+    StabilityTerm,
+    VectorJacobian,
+)
+
+RECOMMENDED = "finite difference, 1 row in 8"
+FORMS: dict[str, StabilityForm | None] = {
+    "plain": None,
+    "jacobian-vector (paper)": JacobianVector(),
+    "vector-jacobian (code)": VectorJacobian(),
+    "finite difference": FiniteDifference(),
+    RECOMMENDED: FiniteDifference(every=8),
+    "finite difference, 1 row in 8, warm": FiniteDifference(every=8, warm=True),
+    "secant ratio": SecantRatio(),
+    "adjacent L2": AdjacentL2(),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsrrProblem:
+    """Sizes of the benchmark: `layers` shared layers looped `loops` times on `rows` rows of `length` tokens."""
+
+    width: int = 256
+    layers: int = 2
+    loops: int = 4
+    vocab: int = 2048
+    length: int = 128
+    rows: int = 8
+
+    def __post_init__(self) -> None:
+        if self.width % 64 and self.width > 64:
+            raise ValueError(f"--width {self.width} must be a multiple of 64, the width of an attention head")
+
+    def model(self) -> LoopLMForCausalLM:
+        """A new model of these sizes in training mode, the same at every call."""
+        config = LoopLMConfig(
+            vocab_size=self.vocab, hidden_size=self.width, intermediate_size=8 * self.width // 3, loops=self.loops,
+            core_layers=self.layers, num_attention_heads=max(1, self.width // 64), rope_theta=1e4,
+            max_position_embeddings=self.length,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        return LoopLMForCausalLM(config).train()
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsrrRow:
+    """One form's training step: median seconds, time and peak memory over the plain step's, what it estimates."""
+
+    form: str
+    seconds: float
+    time_ratio: float
+    memory_ratio: float
+    estimates: str
+
+
+def bench_jsrr(problem: JsrrProblem, repeats: int) -> list[JsrrRow]:
+    """Stage I steps (forward, backward, AdamW) plain and under every form in turn; the first round warms up.
+
+    The time ratio is the median over rounds of a form's seconds over the plain step's in the same round, so that a
+    machine that slows down for a while does not tilt it.
+    """
+    steps = {name: training_step(problem, form) for name, form in FORMS.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for repeat in range(repeats + 1):
+        for name, step in steps.items():
+            began = time.perf_counter()
+            step()
+            if repeat:
+                seconds[name].append(time.perf_counter() - began)
+    peaks = {name: peak_bytes(step) for name, step in steps.items()}
+    return [
+        JsrrRow(
+            form=name,
+            seconds=statistics.median(seconds[name]),
+            time_ratio=statistics.median(a / b for a, b in zip(seconds[name], seconds["plain"], strict=True)),
+            memory_ratio=peaks[name] / peaks["plain"],
+            estimates="" if form is None else form.estimates,
+        )
+        for name, form in FORMS.items()
+    ]
+
+
+def training_step(problem: JsrrProblem, form: StabilityForm | None) -> Callable[[], None]:
+    """One optimiser step on random ids, with a model and an optimiser of its own."""
+    model, objective = problem.model(), ExpectedLoss()
+    term = None if form is None else StabilityTerm(Stability(form=form))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    ids = torch.randint(problem.vocab, (problem.rows, problem.length), generator=torch.Generator().manual_seed(0))
+    batch = {"labels": ids}
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        trace = model.model(ids, keep_loops="all", use_cache=False)
+        loss, _ = objective(model, trace, batch)
+        if term is not None:
+            loss = term.settings.mix(loss, term(model, trace, batch)[0])
+        loss.backward()
+        optimizer.step()
+        if term is not None:
+            term.end_step(lambda images: images)
+
+    return step

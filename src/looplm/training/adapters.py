@@ -1,0 +1,106 @@
+"""LoRA adapters in a model's projections (PEFT's), and the plain model that weights and adapters amount to."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from looplm.models import LoopLMForCausalLM
+from looplm.training.distribution import whole
+
+_FOLDER, _FILE = "adapter", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_NAME = "default"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Low-rank adapters (arXiv 2106.09685) of rank `rank` and scale `alpha` / `rank` in the named projections.
+
+    The core is shared, so its adapters act in every loop. All else stays frozen.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "allow_inf_nan": False}  # for recipes
+
+    rank: int = 8
+    alpha: float = 16.0
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or self.alpha <= 0 or not self.targets:
+            raise ValueError(f"{self} needs rank of at least 1, alpha above 0 and one target or more")
+
+    def settings(self) -> Any:
+        """PEFT's own form of these settings."""
+        from peft import LoraConfig
+
+        return LoraConfig(
+            r=self.rank, lora_alpha=self.alpha,  # ty: ignore[invalid-argument-type]
+            lora_dropout=0.0, target_modules=list(self.targets), bias="none",
+            task_type="CAUSAL_LM",
+        )  # fmt: skip
+
+
+def add_adapter(model: LoopLMForCausalLM, lora: Lora, seed: int) -> None:
+    """Put fresh adapters into `model`, in place; they change nothing until trained."""
+    from peft import inject_adapter_in_model
+
+    torch.manual_seed(seed)
+    inject_adapter_in_model(lora.settings(), model, adapter_name=_NAME)
+
+
+def load_adapter(model: LoopLMForCausalLM, folder: Path) -> None:
+    """The adapter weights of a checkpoint, into the adapters that `model` has already."""
+    parameters = dict(model.named_parameters())
+    for name, tensor in load_file(folder / _FOLDER / _FILE).items():
+        own = name.removeprefix(_PREFIX).replace(".weight", f".{_NAME}.weight")
+        parameters[own].data.copy_(tensor)
+
+
+def gathered_adapter(model: LoopLMForCausalLM) -> dict[str, Tensor]:
+    """The adapter weights of `model`, whole, under PEFT's names; every process takes part."""
+    return {
+        _PREFIX + name.replace(f".{_NAME}.", "."): whole(parameter.detach()).cpu().contiguous()
+        for name, parameter in model.named_parameters()
+        if is_adapter(name)
+    }
+
+
+def save_adapter(lora: Lora, tensors: dict[str, Tensor], base: str, folder: Path) -> None:
+    """Write adapter weights in PEFT's form to `folder/adapter`; `base` is the model that they belong to."""
+    (folder / _FOLDER).mkdir(parents=True)
+    save_file(tensors, folder / _FOLDER / _FILE)
+    settings = lora.settings()
+    settings.base_model_name_or_path, settings.inference_mode = base, True
+    settings.save_pretrained(str(folder / _FOLDER))
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def plain_model(model: LoopLMForCausalLM, weights: Mapping[str, Tensor] = MappingProxyType({})) -> LoopLMForCausalLM:
+    """A model without adapters or shards that computes what `model` does; every process takes part.
+
+    Nothing is copied that is whole already. `weights` replace tensors of the same name (an average of them).
+    """
+    with torch.device("meta"):
+        plain = LoopLMForCausalLM(model.config)
+    tensors = {name: whole(tensor.detach()) for name, tensor in (model.state_dict() | dict(weights)).items()}
+    merged = {name.replace(".base_layer.", "."): value for name, value in tensors.items() if not is_adapter(name)}
+    for down in (name for name in tensors if ".lora_A." in name):
+        layer = down.partition(".lora_A.")[0]
+        adapted: Any = model.get_submodule(layer)
+        scale = adapted.scaling[_NAME]
+        delta = tensors[down.replace(".lora_A.", ".lora_B.")] @ tensors[down]
+        merged[f"{layer}.weight"] = merged[f"{layer}.weight"] + scale * delta
+    plain.load_state_dict(merged, strict=True, assign=True)
+    plain.tie_weights()
+    plain.generation_config = model.generation_config
+    return plain

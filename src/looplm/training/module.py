@@ -1,0 +1,149 @@
+"""Model, objective and stability term as one module, so that what wraps it sees every use of a parameter."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from looplm.models import LoopLMForCausalLM, Trace
+from looplm.objectives import Objective, Stability, StabilityTerm
+from looplm.objectives.targets import Batch, Metrics
+from looplm.training.depth import Depth, DepthSchedule
+from looplm.training.evaluate import losses_by_loop
+from looplm.training.monitors import observe
+
+DepthGroup = tuple[Depth, Batch]
+
+
+class MetricSums:
+    """Metrics of many batches, each a weighted sum over the target weight (`mass`) that it was read on."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.total = torch.zeros((), dtype=torch.float64)
+
+    def add(self, metrics: Metrics, mass: Tensor) -> None:
+        """Add one batch's sums and the total of its target weights."""
+        weight = mass.detach().double().cpu()
+        self.total = self.total + weight
+        for name, value in metrics.items():
+            pair = torch.stack([value.detach().double().cpu(), weight])
+            self.sums[name] = self.sums[name] + pair if name in self.sums else pair
+
+    def means(self, sum_over_processes: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Each metric as if all of the step had been read by it: a loop that few rows reached counts those alone."""
+        names = sorted(self.sums)
+        table = torch.stack([*(self.sums[name] for name in names), torch.stack([self.total, self.total])])
+        table = sum_over_processes(table)
+        total = table[-1, 1]
+        return {
+            name: float(value * total / mass) if mass else 0.0
+            for name, (value, mass) in zip(names, table[:-1], strict=True)
+        }
+
+
+class ObjectiveModule(nn.Module):
+    """What a training step differentiates: `model` under `objective`, with an optional stability term."""
+
+    def __init__(
+        self, model: LoopLMForCausalLM, objective: Objective, stability: Stability | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.model = model
+        self.objective = objective
+        self.stability = None if stability is None else StabilityTerm(stability)
+        self.autocast = autocast
+        self.join_unused = False
+
+    def forward(self, groups: Sequence[DepthGroup], step: int) -> tuple[Tensor, list[tuple[Metrics, Tensor]]]:
+        """The loss of a micro-batch whose rows are grouped by depth; each group's metrics and target weight."""
+        parts = [self._group(depth, batch, step) for depth, batch in groups]
+        loss = torch.stack([loss for loss, _, _ in parts]).sum()
+        if self.join_unused:
+            loss = _Join.apply(loss, *(parameter for parameter in self.parameters() if parameter.requires_grad))
+        return loss, [(metrics, mass) for _, metrics, mass in parts]
+
+    def _group(self, depth: Depth, batch: Batch, step: int) -> tuple[Tensor, Metrics, Tensor]:
+        regular = self.stability if self.stability is not None and self.stability.settings.weight_at(step) else None
+        needed = self.objective.needs(depth.loops)
+        if regular is not None:
+            needed = needed | regular.settings.form.needs(depth.loops)
+        device = batch["input_ids"].device.type
+        with torch.autocast(device, self.autocast, enabled=self.autocast is not None):
+            trace = self._trace(batch, depth, sorted(needed))
+            loss, metrics = self.objective(self.model, trace, batch)
+            if regular is not None:
+                penalty, found = regular(self.model, trace, batch)
+                loss, metrics = regular.settings.mix(loss, penalty), metrics | found
+        return loss, metrics, batch["weights"].sum()
+
+    def _trace(self, batch: Batch, depth: Depth, keep: list[int]) -> Trace:
+        return self.model.model(
+            batch["input_ids"],
+            position_ids=batch["position_ids"],
+            loops=depth.loops,
+            keep_loops=keep,
+            use_cache=False,
+            grad_loops=depth.grad_loops,
+            state_seed=batch.get("row_seeds", 0),
+        )
+
+    def losses_by_loop(self, batch: Batch, loops: int) -> Tensor:
+        """The weighted cross-entropy [loops] of a batch at every loop."""
+        return losses_by_loop(self.model, batch, loops)
+
+    @torch.no_grad()
+    def observed(self, batch: Batch, loops: int) -> dict[str, float]:
+        """What the monitors see of the trajectory on a batch."""
+        trace = self._trace(batch, Depth(loops=loops, grad_loops=loops), list(range(1, loops + 1)))
+        return observe(self.model, trace)
+
+
+class _Join(torch.autograd.Function):
+    """The loss with every parameter in its graph: one that this depth left out gets a zero gradient, as DDP needs."""
+
+    @staticmethod
+    def forward(ctx, loss, *parameters):
+        ctx.like = [(parameter.shape, parameter.dtype, parameter.device) for parameter in parameters]
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, grad_loss):  # ty: ignore[incompatible-method-override]
+        zeros = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.like)
+        return grad_loss, *zeros
+
+
+def depth_groups(
+    schedule: DepthSchedule, seed: int, step: int, micro_batch: int, rows: range, batch: Batch
+) -> list[DepthGroup]:
+    """A micro-batch cut by the depth that each row runs at, alike on every process.
+
+    `rows` are the micro-batch's rows over all processes. Where this process has no row of a depth that another one has,
+    it runs an empty row there, so that all run the same loops in the same order.
+    """
+    drawn = {row: depth_of(schedule, seed, step, micro_batch, row) for row in rows}
+    if schedule.per != "sequence":
+        return [(drawn[rows[0]], batch)]
+    own = batch["rows"].tolist()
+    groups = []
+    for depth in sorted(set(drawn.values()), key=lambda depth: (depth.loops, depth.grad_loops)):
+        chosen = [index for index, row in enumerate(own) if row >= 0 and drawn[row] == depth]
+        groups.append((depth, _rows(batch, chosen) if chosen else _empty(batch)))
+    return groups
+
+
+def depth_of(schedule: DepthSchedule, seed: int, step: int, micro_batch: int, row: int) -> Depth:
+    """The depth at which a row of a step runs."""
+    sample = {"step": 0, "micro_batch": micro_batch, "sequence": row}[schedule.per]
+    return schedule.draw(seed, step, sample)
+
+
+def _rows(batch: Batch, chosen: list[int]) -> dict[str, Tensor]:
+    return {name: value if value.ndim == 0 else value[chosen] for name, value in batch.items()}
+
+
+def _empty(batch: Batch) -> dict[str, Tensor]:
+    row = _rows(batch, [0])
+    masked = {"labels": -100, "weights": 0, "rows": -1}
+    return row | {name: torch.full_like(row[name], value) for name, value in masked.items()}

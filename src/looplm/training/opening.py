@@ -1,0 +1,128 @@
+"""The model and tokenizer that a run starts from or goes on with."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from looplm.data.text import read_documents
+from looplm.data.tokenizer import CHAT_TOKENS, load_tokenizer, train_tokenizer
+from looplm.models import LoopLMConfig, LoopLMForCausalLM, load
+from looplm.models.convert.duplicate import duplicate_core
+from looplm.models.reading import find_folder
+from looplm.training.adapters import add_adapter, is_adapter, load_adapter
+from looplm.training.checkpoints import complete_checkpoints
+from looplm.training.data_recipe import TaskSource, TextSource
+from looplm.training.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A model under its recipe, and its tokenizer."""
+
+    model: LoopLMForCausalLM
+    tokenizer: PreTrainedTokenizerFast
+
+
+def open_run(recipe: Recipe, resume: Path | None) -> Opened:
+    """What `recipe` trains: from `resume`, a checkpoint of this run, or from the recipe's own start.
+
+    Raises:
+        ValueError: if the model, tokenizer or checkpoint is unusable, named.
+    """
+    dtype = torch.float64 if recipe.precision == "float64" else torch.float32
+    if resume is not None and recipe.lora is None:
+        opened = Opened(model=load(resume, dtype), tokenizer=load_tokenizer(resume))
+    elif recipe.init_from is not None:
+        opened = _continued(recipe, latest_checkpoint(recipe.init_from))
+    else:
+        opened = _new(recipe)
+    model = opened.model.to(dtype).train()
+    if recipe.lora is not None:
+        add_adapter(model, recipe.lora, recipe.seed)
+        if resume is not None:
+            load_adapter(model, resume)
+    recipe.objective.check_model(model.config)
+    recipe.objective.check_loops(recipe.depth_schedule(model.config.loops).lowest)
+    if recipe.stability is not None:
+        recipe.stability.check_model(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained(recipe, name))
+    _checkpoint_activations(model, recipe.checkpointing)
+    return opened
+
+
+def trained(recipe: Recipe, name: str) -> bool:
+    """Whether the recipe trains the parameter of this name."""
+    if recipe.lora is not None:
+        return is_adapter(name)
+    return recipe.objective.trains(name)
+
+
+def latest_checkpoint(path: str | Path) -> Path:
+    """`path` itself if it is a checkpoint, else the newest complete one of the run folder `path`; or a hub id's."""
+    path = Path(path)
+    if not path.exists():
+        return find_folder(str(path))
+    if (path / "config.json").exists():
+        return path
+    done = complete_checkpoints(path / "checkpoints")
+    if not done:
+        raise ValueError(f"'{path}' is neither a checkpoint nor a run with a complete one")
+    return done[-1]
+
+
+def _continued(recipe: Recipe, checkpoint: Path) -> Opened:
+    model = load(checkpoint)
+    if recipe.duplicate is not None:
+        model = duplicate_core(model, recipe.duplicate.factor, recipe.duplicate.order)
+    changes = (recipe.model or {}) | ({} if recipe.loops is None else {"loops": recipe.loops})
+    return Opened(model=_changed(model, changes), tokenizer=load_tokenizer(checkpoint))
+
+
+def _changed(model: LoopLMForCausalLM, changes: dict[str, Any]) -> LoopLMForCausalLM:
+    """`model` with other values in fields of its config that no tensor depends on; the tensors are shared."""
+    if not changes:
+        return model
+    config = LoopLMConfig(**(model.config.to_diff_dict() | changes))
+    with torch.device("meta"):
+        changed = LoopLMForCausalLM(config)
+    before, after = model.state_dict(), changed.state_dict()
+    for name in sorted({*before, *after}):
+        if name not in before or name not in after or before[name].shape != after[name].shape:
+            raise ValueError(
+                f"model: {changes} would change the tensor '{name}' of the checkpoint; only a new model can"
+            )
+    changed.load_state_dict(before, strict=True, assign=True)
+    changed.tie_weights()
+    changed.config.name_or_path = changed.name_or_path = model.name_or_path
+    return changed
+
+
+def _new(recipe: Recipe) -> Opened:
+    tokenizer = load_tokenizer(recipe.tokenizer) if recipe.tokenizer is not None else _new_tokenizer(recipe)
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    torch.manual_seed(recipe.seed)
+    defaults = {"loops": recipe.loops or 4, **ids}
+    values: dict[str, Any] = defaults | (recipe.model or {}) | {"vocab_size": len(tokenizer)}
+    return Opened(model=LoopLMForCausalLM(LoopLMConfig(**values)), tokenizer=tokenizer)
+
+
+def _new_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
+    documents: list[str] = []
+    words = [*CHAT_TOKENS]  # so that any model can go on to conversations
+    for source in recipe.data.sources.values():
+        if isinstance(source, TextSource):
+            documents += read_documents(source.path)
+        elif isinstance(source, TaskSource):
+            words += source.task.words()
+    return train_tokenizer(documents, recipe.vocab_size, words)
+
+
+def _checkpoint_activations(model: LoopLMForCausalLM, unit: str) -> None:
+    if unit == "block":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    elif unit == "loop":
+        model.model.checkpoint_loops()

@@ -1,0 +1,90 @@
+"""What a run says of itself: the numbers of a step, the held-out losses, and alarms by name."""
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from looplm.training.checkpoints import Live
+from looplm.training.depth import Depth, DepthSchedule
+from looplm.training.distribution import World, reshard
+from looplm.training.evaluate import held_out_losses
+from looplm.training.loader import StepBatch
+from looplm.training.logs import Log
+from looplm.training.module import MetricSums, depth_of
+from looplm.training.monitors import NonFiniteGuard, diagnose, gradient_norms, measure_peak_flops, training_flops
+from looplm.training.recipe import Recipe
+
+Batch = Mapping[str, Tensor]
+_OBSERVED_ROWS = 2  # of a step's rows, at log steps
+
+
+class Reporter:
+    """Reads a run without touching it; the same on every process."""
+
+    def __init__(
+        self, recipe: Recipe, live: Live, depth: DepthSchedule, held_out: Mapping[str, Batch], guard: NonFiniteGuard,
+        world: World,
+    ) -> None:  # fmt: skip
+        self.recipe, self.live, self.depth, self.world = recipe, live, depth, world
+        self.held_out, self.guard = held_out, guard
+        self.loops = live.model.config.loops
+        self.peak_flops = measure_peak_flops(world.device)
+
+    def gradient_norms(self) -> dict[str, float]:
+        """The norm of the gradient by part of the model, before clipping."""
+        return gradient_norms(self.live.model)
+
+    def step(self, batch: StepBatch, metrics: MetricSums, step: int, seconds: float) -> dict[str, float]:
+        """The numbers of a step that took so many seconds on this process."""
+        depths = self._depths(batch, step)
+        length = self.recipe.data.length
+        flops = sum(
+            training_flops(
+                self.live.model.config, depth.loops, depth.grad_loops, rows * length, length, self._reads(depth)
+            )
+            for depth, rows in depths.items()
+        )
+        speed = {
+            "tokens_per_second": batch.num_rows * length / seconds,
+            "flop_utilisation": flops / seconds / (self.peak_flops * self.world.size),
+            "loops": statistics.mean(depth.loops for depth in depths.elements()),
+            "grad_loops": statistics.mean(depth.grad_loops for depth in depths.elements()),
+        }
+        seen = {f"rows/{name}": count for name, count in batch.counts.items()}
+        if self.guard.skipped:
+            seen["skipped_steps"] = self.guard.skipped
+        return self._observed(batch.micro_batches[0], depths) | metrics.means(self.world.sum) | speed | seen
+
+    def evaluation(self) -> dict[str, float]:
+        """`{source}/loss_loop{t}` for every source and t = 1 to twice the model's loops."""
+        found = held_out_losses(self.live.module.losses_by_loop, self.held_out, 2 * self.loops, self.world.device)
+        reshard(self.live.module)
+        return found
+
+    def tell(self, log: Log, step: int, values: dict[str, float]) -> None:
+        """Write `values` after `step` steps, and an alarm for every pathology that they show."""
+        log.write(step, values)
+        for alarm in diagnose(values, self.recipe.monitors):
+            log.alarm(step, alarm.name, alarm.message)
+
+    def _depths(self, batch: StepBatch, step: int) -> Counter[Depth]:
+        """How many of a step's rows run at each depth."""
+        return Counter(
+            depth_of(self.depth, self.recipe.seed, step, index, row)
+            for index, rows in enumerate(batch.spans)
+            for row in rows
+        )
+
+    def _reads(self, depth: Depth) -> int:
+        return len(self.recipe.objective.needs(depth.loops))
+
+    def _observed(self, batch: Batch, depths: Mapping[Depth, float]) -> dict[str, float]:
+        rows = {
+            name: value if value.ndim == 0 else value[:_OBSERVED_ROWS].to(self.world.device)
+            for name, value in batch.items()
+        }
+        found = self.live.module.observed(rows, max(depth.loops for depth in depths))
+        reshard(self.live.module)
+        return found

@@ -1,0 +1,136 @@
+"""One, two and three processes train the same model under DDP and FSDP2, random depth and one loop included."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from looplm.training import load_recipe, train
+from looplm.training.checkpoints import complete_checkpoints
+
+RECIPE = """
+out: unset
+model:
+  hidden_size: 16
+  intermediate_size: 24
+  num_attention_heads: 2
+  prelude_layers: 1
+  core_layers: 2
+  coda_layers: 1
+  injection: concat
+  state_init: normal
+  norm_in_loop: false
+  rope_theta: 10000.0
+  initializer_range: 0.2
+vocab_size: 320
+data:
+  length: 24
+  rows: 5
+  sources:
+    text: {{kind: text, path: {text}, share: 2, held_out_rows: 2}}
+    compose: {{kind: task, share: 1, held_out_questions: 8, task: {{kind: compose, entities: 4, relations: 2}}}}
+objective: {{kind: expected_loss, beta: 0.05}}
+optimizer: {{kind: adamw, lr: 0.01}}
+schedule: {{kind: constant, warmup_steps: 0}}
+depth: {{kind: uniform, low: 1, high: 3}}
+loops: 3
+steps: 6
+precision: float64
+log_every: 1
+evaluate_every: 6
+save_every: 3
+"""
+# Every case runs under both wrappers. Five rows on two or three processes are uneven by themselves.
+CASES = {
+    "random depth": ["micro_rows=1"],
+    "per sequence": ["depth={kind: uniform, low: 1, high: 3, per: sequence}"],
+    "truncated": ["depth={kind: uniform, low: 1, high: 3, grad_loops: 1}", "objective={kind: last_loop}"],
+    "one loop": ["depth=null", "loops=1"],
+    "stable": ["stability={form: {kind: finite_difference, every: 2}, weight: 0.1}", "objective={kind: last_loop}"],
+    "warm": ["stability={form: {kind: finite_difference, warm: true}, weight: 0.1}", "micro_rows=1"],
+    "ddp jvp": ["stability={form: {kind: jacobian_vector}, weight: 0.1}"],
+    "averaged": ["checkpointing=loop", "data.mean=sources", "ema={decay: 0.5}"],
+}
+
+
+@pytest.fixture(scope="module")
+def recipe_file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("distributed")
+    text = folder / "text.txt"
+    text.write_text("A loop thinks again before it answers. " * 60)
+    path = folder / "recipe.yaml"
+    path.write_text(RECIPE.format(text=text))
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(recipe_file):
+    """The run of each case in one process."""
+    found = {}
+    for name, overrides in CASES.items():
+        out = recipe_file.parent / "one" / name.replace(" ", "_")
+        found[name] = train(load_recipe(recipe_file, [f"out={out}", *overrides])).checkpoint
+    return found
+
+
+def launch(processes, recipe_file, runs):
+    script = Path(__file__).parent / "distributed_train.py"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", "0",
+        "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0", str(script), str(recipe_file), *runs,
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=280, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def assert_same(one, other, tolerance=1e-8):
+    files = [path.relative_to(one) for path in sorted(one.rglob("model.safetensors"))]
+    assert files
+    for file in files:
+        a, b = load_file(one / file), load_file(other / file)
+        assert set(a) == set(b)
+        for key, tensor in a.items():
+            torch.testing.assert_close(tensor, b[key], atol=tolerance, rtol=tolerance, msg=f"{other}: {key}")
+
+
+def losses(checkpoint):
+    lines = (checkpoint.parents[1] / "log.jsonl").read_text().splitlines()
+    return [(r["loss"], r["grad_norm"]) for r in map(json.loads, lines) if "loss" in r]
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_processes_agree(recipe_file, alone, processes):
+    runs, outs = [], {}
+    for name, overrides in CASES.items():
+        for parallel in ("ddp",) if name.startswith("ddp") else ("ddp", "fsdp"):
+            out = recipe_file.parent / f"{parallel}{processes}" / name.replace(" ", "_")
+            outs[name, parallel] = out
+            runs.append(";".join([str(out), f"parallel={parallel}", *overrides]))
+    launch(processes, recipe_file, runs)
+    for (name, parallel), out in outs.items():
+        checkpoint = complete_checkpoints(out / "checkpoints")[-1]
+        torch.testing.assert_close(
+            losses(checkpoint), losses(alone[name]), atol=1e-9, rtol=1e-7, msg=f"{name} {parallel}"
+        )
+        assert_same(alone[name], checkpoint)
+
+
+def test_a_run_goes_on_with_another_number_of_processes(recipe_file, alone):
+    """Three steps on two FSDP processes, the rest on one; then three on one, the rest on two."""
+    out = recipe_file.parent / "moved"
+    launch(2, recipe_file, [";".join([str(out), "parallel=fsdp", *CASES["averaged"]])])
+    last, first = complete_checkpoints(out / "checkpoints")[::-1]
+    for file in sorted(last.rglob("*"), reverse=True):
+        file.rmdir() if file.is_dir() else file.unlink()
+    last.rmdir()
+    assert first.name == "step-00000003"
+    resumed = train(load_recipe(recipe_file, [f"out={out}", *CASES["averaged"]]))
+    assert resumed.step == 6
+    assert_same(alone["averaged"], resumed.checkpoint)
