@@ -2,15 +2,19 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from looplm.data.packing import Document, pack
+from looplm.data.permutation import permute
+from looplm.data.rows import stack
+from looplm.data.streams import MemoryStream
 from looplm.data.text import read_documents
 from looplm.data.tokenizer import train_tokenizer
-from looplm.data.windows import TextWindows
+from looplm.data.windows import TextWindows, split_documents
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +72,7 @@ def test_packing_keeps_every_document_whole(sizes):
         Document(tokens=[10 * i + j for j in range(n)], is_target=[j % 2 == 1 for j in range(n)])
         for i, n in enumerate(sizes, start=1)
     ]
-    batch = pack(documents, 9)
+    batch = stack(pack(documents, 9))
     found = []
     for ids, labels, positions in zip(*(batch[k] for k in ("input_ids", "labels", "position_ids")), strict=True):
         starts = [i for i, position in enumerate(positions.tolist()) if position == 0] + [9]
@@ -88,24 +92,66 @@ def test_a_document_longer_than_a_row_is_refused():
         pack([Document(tokens=[1] * 5, is_target=[True] * 5)], 4)
 
 
-def test_windows_are_pure_and_never_mix_the_parts():
-    documents = [list(range(100 * i, 100 * i + 60)) for i in range(1, 6)]
-    windows = TextWindows(documents, 8, held_out=0.25)
-    batch = windows.train(64, [3, 1])
-    assert all(torch.equal(batch[name], windows.train(64, [3, 1])[name]) for name in batch)
-    assert not torch.equal(batch["input_ids"], windows.train(64, [3, 2])["input_ids"])
-    assert (batch["input_ids"] % 100 < 45).all()
-    held_out = windows.held_out(100)
-    assert (held_out["input_ids"] % 100 >= 45).all()
-    assert held_out["input_ids"].shape == (9, 8)  # 75 held-out tokens
-    for part in (batch, held_out):
-        for ids, positions, labels in zip(part["input_ids"], part["position_ids"], part["labels"], strict=True):
-            for i in range(8):
-                starts_here = i == 0 or ids[i] != ids[i - 1] + 1
-                assert positions[i] == (0 if starts_here else positions[i - 1] + 1)
-                assert labels[i] == (-100 if starts_here else ids[i])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 64, 100, 257, 1000])
+def test_a_permutation_visits_every_number_once(size):
+    found = permute(np.arange(size), size, [3, 1])
+    assert sorted(found.tolist()) == list(range(size))
+    again = [int(permute([i], size, [3, 1])[0]) for i in range(min(size, 50))]
+    assert again == found[:50].tolist()
+    if size > 16:
+        assert found.tolist() != permute(np.arange(size), size, [3, 2]).tolist()
+        assert found.tolist() != list(range(size))
+
+
+def test_a_permutation_is_well_mixed():
+    """Neighbours are sent far apart, and each place is hit about equally by many seeds."""
+    found = permute(np.arange(1000), 1000, [0])
+    assert np.abs(np.diff(found)).mean() == pytest.approx(1000 / 3, rel=0.15)
+    firsts = np.bincount([int(permute([0], 8, [seed])[0]) for seed in range(4000)], minlength=8)
+    assert firsts.min() > 400
+
+
+DOCUMENTS = [list(range(100 * i, 100 * i + 60)) for i in range(1, 6)]
+
+
+def windows_of(length=8, held_out=0.25, seed=3, **changes):
+    return TextWindows(*split_documents(DOCUMENTS, held_out), length, seed, **changes)
+
+
+def test_windows_of_an_epoch_tile_the_training_part_once():
+    windows = windows_of()
+    per_epoch = windows.rows_in_epochs(1)
+    assert per_epoch == 5 * 45 // 8
+    epochs = [[windows.row(epoch * per_epoch + i)["input_ids"] for i in range(per_epoch)] for epoch in range(4)]
+    missed = []
+    for rows in epochs:
+        seen = torch.cat(rows).tolist()
+        assert len(set(seen)) == len(seen) == per_epoch * 8
+        missed.append({token for document in DOCUMENTS for token in document[:45]} - set(seen))
+        assert len(missed[-1]) == 225 - per_epoch * 8
+    assert len(set(map(frozenset, missed))) > 1  # the rest moves
+    assert [row.tolist() for row in epochs[0]] != [row.tolist() for row in epochs[1]]
+
+
+def test_windows_never_mix_the_parts_nor_the_documents():
+    windows = windows_of()
+    train = [windows.row(index) for index in range(64)]
+    held_out = windows.held_out()
+    assert all((row["input_ids"] % 100 < 45).all() for row in train)
+    assert all((row["input_ids"] % 100 >= 45).all() for row in held_out)
+    assert len(held_out) == 9  # 75 held-out tokens
+    assert len(windows_of(held_out_rows=4).held_out()) == 4
+    assert not windows_of(held_out=0.0).held_out()
+    for row in (*train, *held_out):
+        ids, positions, labels = (row[name].tolist() for name in ("input_ids", "position_ids", "labels"))
+        for i in range(8):
+            starts_here = i == 0 or ids[i] != ids[i - 1] + 1
+            assert positions[i] == (0 if starts_here else positions[i - 1] + 1)
+            assert labels[i] == (-100 if starts_here else ids[i])
 
 
 def test_too_little_text_is_refused():
     with pytest.raises(ValueError, match="held-out text has 1 tokens; a window needs 8"):
-        TextWindows([list(range(20))], 8)
+        TextWindows(*split_documents([list(range(20))], 0.05), 8, 0)
+    with pytest.raises(ValueError, match="training text has 3 tokens"):
+        TextWindows(MemoryStream([[1, 2, 3]]), None, 8, 0)

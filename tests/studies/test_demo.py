@@ -51,7 +51,7 @@ def test_the_probe_reads_what_the_model_says_at_each_loop():
 
 
 def test_overrides_reach_both_stages_where_they_must(tmp_path):
-    first, second = demo_recipes(tmp_path, None, ("seed=3", "data.compose.questions=5", "steps=7"))
+    first, second = demo_recipes(tmp_path, None, ("seed=3", "data.rows=5", "steps=7"))
     assert (first.seed, second.seed) == (3, 3)
     assert (first.data, first.steps) == (second.data, 7)
     assert second.steps != 7
@@ -66,10 +66,10 @@ def test_a_whole_demo_in_miniature(tmp_path, capsys):
         "model.hidden_size=16",
         "model.intermediate_size=16",
         "data.length=32",
-        "data.compose.questions=4",
+        "data.rows=3",
     )
     out = tmp_path / "demo"
-    assert run_demo(out, str(text), (*small, "data.compose.held_out_questions=16"))
+    assert run_demo(out, str(text), (*small, "data.sources.compose.held_out_questions=16"))
     printed = capsys.readouterr().out
     for line in ("1 hop", "4 hops", "text loss", "Stage I exits", "Stage II exits", "report.html"):
         assert line in printed
@@ -82,7 +82,7 @@ def test_a_whole_demo_in_miniature(tmp_path, capsys):
     assert "viewport" in page
     assert load(out / "model").config.loops == 4
     assert len(load_tokenizer(out / "model")) == load(out / "model").config.vocab_size
-    assert not list((out / "model").glob("trainer.*"))
+    assert not list((out / "model").glob("trainer*"))
 
 
 def test_the_benchmark_measures_both_methods():
@@ -96,11 +96,11 @@ def test_the_benchmark_measures_both_methods():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.text=null", "leave both in data"),
+        ("data.sources.text=null", "leave both in data.sources"),
         ("loops=1", "loops of at least 2"),
         ("out=x", "use --out"),
-        ("data.compose.task.max_hops=8", "at most 6 hops"),
-        ("data.compose.task.held_out=0.00001", "no 3-hop question is held out"),
+        ("data.sources.compose.task.max_hops=8", "at most 6 hops"),
+        ("data.sources.compose.task.held_out=0.00001", "no 3-hop question is held out"),
         ("stepz=1", "unknown key 'stepz'"),
     ],
 )
@@ -114,4 +114,4 @@ def test_a_demo_in_a_folder_with_an_awkward_name(tmp_path):
     first, second = demo_recipes(tmp_path / "d #1: x", "2024")
     assert first.out == str(tmp_path / "d #1: x" / "stage1")
     assert second.init_from == first.out
-    assert first.data.text.path == second.data.text.path == "2024"
+    assert first.data.sources["text"].path == second.data.sources["text"].path == "2024"

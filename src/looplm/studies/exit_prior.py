@@ -1,4 +1,4 @@
-"""Study: does a uniform prior over exits beat a geometric one, and do exits collapse without the entropy term?"""
+"""Study: uniform against geometric priors over exits, and what becomes of exits without the entropy term."""
 
 import statistics
 from collections.abc import Mapping, Sequence

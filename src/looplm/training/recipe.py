@@ -134,6 +134,7 @@ def load_recipe(
         for key, value in values.items():
             _put(container, key.split("."), value)
         _fill_kinds(container)
+        _leave_out_sources(container)
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, TypeError, AttributeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{path} with its overrides cannot be read as a recipe: {reason}") from error
@@ -168,6 +169,14 @@ def _fill_kinds(container: Any) -> None:
     for name, kind in _DEFAULT_KINDS.items():
         if isinstance(container.get(name), dict):
             container[name].setdefault("kind", kind)
+
+
+def _leave_out_sources(container: Any) -> None:
+    """A source set to null is left out: how an override takes one away."""
+    sources = (container.get("data") or {}).get("sources")
+    if isinstance(sources, dict):
+        for name in [name for name, source in sources.items() if source is None]:
+            del sources[name]
 
 
 def _put(container: Any, keys: list[str], value: Any) -> None:
