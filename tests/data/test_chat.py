@@ -55,9 +55,9 @@ def test_what_a_turn_says_cannot_forge_a_turn(tokenizer):
 
 
 def test_a_conversation_without_an_assistant_is_an_error(tokenizer):
-    with pytest.raises(ValueError, match="chat.jsonl line 3 has no assistant turn"):
+    with pytest.raises(ValueError, match=r"chat\.jsonl line 3 has no assistant turn"):
         chat_document(tokenizer, conversation(("user", "hello"), where="chat.jsonl line 3"))
-    with pytest.raises(ValueError, match="no <.im_start.> and <.im_end.>"):
+    with pytest.raises(ValueError, match=r"no <.im_start.> and <.im_end.>"):
         chat_document(train_tokenizer(["x"], 300), TALK)
 
 
@@ -98,7 +98,7 @@ def test_too_long_conversations_are_dropped_cut_or_refused(tokenizer):
     cut = rows_of(tokenizer, talks[:1], too_long="truncate")
     assert cut.dropped == 0
     assert (cut.row(0)["labels"][-5:] != -100).all()
-    with pytest.raises(ValueError, match="x line 1 has .* tokens, more than a row's 40"):
+    with pytest.raises(ValueError, match=r"x line 1 has .* tokens, more than a row's 40"):
         rows_of(tokenizer, talks, too_long="error")
     with pytest.raises(ValueError, match=r"no conversation fits into rows of 5 \(2 dropped\)"):
         rows_of(tokenizer, talks, length=5)

@@ -61,8 +61,7 @@ def rows_taken(steps):
 
 def run(mixture, steps, world=1, counts=None, start=0, **changes):
     loaders = [StepLoader(mixture, counts or {}, start, steps, rank=r, world=world, **changes) for r in range(world)]
-    together = [(start + i, batches) for i, batches in enumerate(zip(*loaders, strict=True))]
-    return together
+    return [(start + i, batches) for i, batches in enumerate(zip(*loaders, strict=True))]
 
 
 @pytest.mark.parametrize(

@@ -30,18 +30,12 @@ def _page(values: Mapping[str, Any], drawn: Mapping[str, str]) -> Report:
     first, last = values["stages"][0], values["stages"][-1]
     report.paragraph(
         f"{first['parameters']:,} parameters at first, {last['parameters']:,} after the upcycling. The text is Python's "
-        "own reference manual and library source; the conversations are questions answered by docstrings. Losses are in "
+        "reference manual and library source; the conversations are questions answered by docstrings. Losses are in "
         "nats a token, on a part of the manual that training never sees."
     )
     report.heading("Loss by loop through the stages")
-    report.figures(
-        [
-            (
-                drawn["ouro_tiny_loss.svg"],
-                "At the end of each stage; 1a trains at 8 loops, the others at 4.",
-            )
-        ]
-    )
+    caption = "Held-out loss at the end of each stage; 1a trains at 8 loops, the others at 4."
+    report.figures([(drawn["ouro_tiny_loss.svg"], caption)])
     report.table(
         ["stage", "layers", "loops", "tokens", "CPU s", *(f"loop {loop}" for loop in range(1, 9))],
         [
@@ -53,14 +47,8 @@ def _page(values: Mapping[str, Any], drawn: Mapping[str, str]) -> Report:
     report.heading("The loss jump at the upcycling")
     report.table(["model", "held-out loss"], [[name, f"{loss:.3f}"] for name, loss in values["upcycling"].items()])
     report.heading("The gate before and after Stage II")
-    report.figures(
-        [
-            (
-                drawn["ouro_tiny_gate.svg"],
-                "Each token read at its exit; squares are fixed depths.",
-            )
-        ]
-    )
+    caption = "Held-out loss, each token read at its exit; squares are fixed depths."
+    report.figures([(drawn["ouro_tiny_gate.svg"], caption)])
     report.table(
         ["stage", *(f"exit at loop {loop}" for loop in range(1, 5))],
         [
