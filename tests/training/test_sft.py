@@ -120,3 +120,12 @@ def test_the_command_line(base, talks, tmp_path):
     (tmp_path / "t.txt").write_text("It is four. " * 30)
     written = CliRunner().invoke(app, ["tokenize", str(tmp_path / "t.txt"), str(base), str(tmp_path / "shards")])
     assert "tokens of 1 documents" in written.output, written.output
+
+
+def test_left_out_conversations_are_counted_in_the_log(base, talks, tmp_path):
+    longer = tmp_path / "chat.jsonl"
+    record = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "far too long " * 30}]}
+    longer.write_text(talks.read_text() + json.dumps(record) + "\n")
+    train(recipe(base, longer, tmp_path / "run", "steps=2"))
+    first = json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[0])
+    assert first == {"step": 0, "dropped/chat": 1}

@@ -4,6 +4,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from looplm.training.checkpoints import Live
@@ -30,7 +31,7 @@ class Reporter:
         self.recipe, self.live, self.depth, self.world = recipe, live, depth, world
         self.held_out, self.guard = held_out, guard
         self.loops = live.model.config.loops
-        self.peak_flops = measure_peak_flops(world.device)
+        self.peak_flops = measure_peak_flops(world.device, getattr(torch, recipe.precision))
 
     def gradient_norms(self) -> dict[str, float]:
         """The norm of the gradient by part of the model, before clipping."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from looplm.data.chat import ChatRows
 from looplm.training.averaging import Ema
 from looplm.training.checkpoints import Live, Progress, complete_checkpoints, restore, save_checkpoint
 from looplm.training.distribution import World, distribute, open_world
@@ -99,6 +100,8 @@ def _run(
         epochs=recipe.epochs,
     )
     log = RunLog(folder, start.step, console) if world.leads else SilentLog()
+    if dropped := _dropped(data):
+        log.write(start.step, dropped)
 
     def save(progress: Progress) -> Path:
         return save_checkpoint(
@@ -110,6 +113,12 @@ def _run(
             return run_steps(session, loader, start, log, bar, save)
     finally:
         log.close()
+
+
+def _dropped(data: Mixture) -> dict[str, float]:
+    """How many conversations of each chat source were too long for a row and left out."""
+    chats = {name: source for name, source in data.sources.items() if isinstance(source, ChatRows)}
+    return {f"dropped/{name}": source.dropped for name, source in chats.items() if source.dropped}
 
 
 def _refuse_another(folder: Path, recipe: dict[str, Any]) -> None:
