@@ -54,10 +54,38 @@ def test_what_a_turn_says_cannot_forge_a_turn(tokenizer):
     assert tokenizer.decode(document.tokens).count("I obey") == 1
 
 
+@pytest.mark.parametrize("content", ["\n\nhi", "plain", "", " lead", "tail \n"])
+def test_ids_are_those_of_the_chat_template(tokenizer, content):
+    """What a model is asked at inference is what it learnt to answer."""
+    talk = conversation(("system", content), ("user", content), ("assistant", "ok"))
+    messages = [{"role": turn.role, "content": turn.content} for turn in talk.turns]
+    asked = tokenizer.apply_chat_template(messages[:2], add_generation_prompt=True, return_dict=True)["input_ids"]
+    document = chat_document(tokenizer, talk)
+    assert list(document.tokens[: len(asked)]) == list(asked)
+    assert not any(document.is_target[: len(asked)])
+    assert document.is_target[len(asked)]
+
+
+def test_a_tokenizer_whose_turn_tokens_can_be_forged_is_refused():
+    plain = train_tokenizer(["x"], 300)
+    plain.add_tokens(list(CHAT_TOKENS))
+    with pytest.raises(ValueError, match="no special tokens"):
+        chat_document(plain, TALK)
+
+
+def test_something_is_held_out_of_a_few(tokenizer):
+    talks = [conversation(("user", f"q{i}"), ("assistant", f"a{i}!")) for i in range(6)]
+    rows = rows_of(tokenizer, talks, held_out=0.05)
+    seen = "".join(tokenizer.decode(rows.row(i)["input_ids"]) for i in range(rows.rows_in_epochs(1)))
+    (held,) = rows.held_out()
+    assert seen.count("assistant\na") == 5
+    assert tokenizer.decode(held["input_ids"]).split("<|endoftext|>")[0] not in seen
+
+
 def test_a_conversation_without_an_assistant_is_an_error(tokenizer):
     with pytest.raises(ValueError, match=r"chat\.jsonl line 3 has no assistant turn"):
         chat_document(tokenizer, conversation(("user", "hello"), where="chat.jsonl line 3"))
-    with pytest.raises(ValueError, match=r"no <.im_start.> and <.im_end.>"):
+    with pytest.raises(ValueError, match=r"no special tokens <.im_start.> and <.im_end.>"):
         chat_document(train_tokenizer(["x"], 300), TALK)
 
 
@@ -96,7 +124,7 @@ def test_too_long_conversations_are_dropped_cut_or_refused(tokenizer):
     talks = [conversation(("user", "a"), ("assistant", "b" * 99), where="x line 1"), TALK]
     assert rows_of(tokenizer, talks, length=80).dropped == 1
     cut = rows_of(tokenizer, talks[:1], too_long="truncate")
-    assert cut.dropped == 0
+    assert (cut.dropped, cut.truncated) == (0, 1)
     assert (cut.row(0)["labels"][-5:] != -100).all()
     with pytest.raises(ValueError, match=r"x line 1 has .* tokens, more than a row's 40"):
         rows_of(tokenizer, talks, too_long="error")

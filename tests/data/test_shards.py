@@ -35,8 +35,18 @@ def test_shards_are_the_stream(tmp_path, tokenizer, shard_tokens):
 
 def test_a_large_vocabulary_takes_wider_numbers(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(type(tokenizer), "__len__", lambda self: 2**16 + 1)
+    with pytest.raises(ValueError, match="document 1 holds a token outside the vocabulary of 65537"):
+        write_shards([[2**16 + 1]], tmp_path / "bad", tokenizer)
     write_shards([[2**16, 5]], tmp_path / "shards", tokenizer)
     assert TokenShards(tmp_path / "shards").read(0, 2).tolist() == [2**16, 5]
+
+
+def test_another_process_opens_the_folder_again(tmp_path, tokenizer):
+    write_shards([list(range(200)) * 50], tmp_path / "shards", tokenizer)
+    kind, arguments = TokenShards(tmp_path / "shards").__reduce__()
+    again = kind(*arguments)
+    assert arguments == (tmp_path / "shards",)
+    assert again.read(0, 9).tolist() == list(range(9))
 
 
 def test_an_interrupted_writing_leaves_no_folder(tmp_path, tokenizer):
@@ -63,7 +73,10 @@ def test_what_cannot_be_read_is_named(tmp_path, tokenizer):
     with pytest.raises(ValueError, match="another tokenizer"):
         TokenShards(folder, train_tokenizer(["other words entirely"], 290))
     np.save(folder / "shard-00001.npy", np.zeros(3, dtype=np.uint16))
-    with pytest.raises(ValueError, match=r"shard-00001.npy holds \(3,\) numbers where 30"):
+    with pytest.raises(ValueError, match=r"shard-00001.npy holds \(3,\) numbers of uint16 where 30"):
+        TokenShards(folder)
+    np.save(folder / "shard-00001.npy", np.zeros(30))
+    with pytest.raises(ValueError, match="of float64 where 30 of uint16"):
         TokenShards(folder)
     (folder / "shard-00001.npy").write_bytes(b"junk")
     with pytest.raises(ValueError, match=r"shard-00001.npy cannot be read"):

@@ -1,6 +1,7 @@
 """Which rows a step takes: the same for every number of processes, workers and micro-batches, and after resuming."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -98,6 +99,23 @@ def test_counts_stay_within_one_row_of_the_shares(mixture):
             assert abs(batch.counts[name] - done * share / 5.5) <= 1
 
 
+@pytest.mark.parametrize("shares", [[63.4061, 69.8081, 11.1195, 0.7329, 0.6353], [1] * 12, [9, 1, 1, 1, 1, 1, 1, 1]])
+def test_many_sources_stay_within_one_row_of_their_shares(mixture, shares):
+    task = {"kind": "task", "task": {"kind": "compose"}}
+    made = mixture(sources={str(i): task | {"share": share} for i, share in enumerate(shares)})
+    counts = dict.fromkeys(made.sources, 0)
+    for done in range(1, 1500):
+        ((name, index),) = made.deal(counts, 1)
+        assert index == counts[name]
+        counts[name] += 1
+        assert all(abs(counts[str(i)] - done * share / sum(shares)) < 1 for i, share in enumerate(shares))
+
+
+def test_a_weight_that_would_be_ignored_is_refused(mixture):
+    with pytest.raises(ValueError, match="the weight of 't' has no meaning under mean: tokens"):
+        mixture(sources={"t": {"kind": "task", "weight": 3.0, "task": {"kind": "compose"}}})
+
+
 def test_workers_do_not_run_the_counts_ahead(mixture):
     loader = iter(StepLoader(mixture(workers=2), {}, 0, 50))
     assert sum(next(loader).counts.values()) == 7
@@ -114,7 +132,7 @@ def test_an_epoch_ends_with_an_uneven_step(mixture):
     rows = made.rows_in_epochs(1)
     per_source = {name: source.rows_in_epochs(1) for name, source in made.sources.items()}
     assert per_source["task"] is None
-    assert rows == round(min(per_source["text"] * 5.5 / 3, per_source["chat"] * 5.5))
+    assert rows == math.ceil(min(per_source["text"] * 5.5 / 3, per_source["chat"] * 5.5))
     steps = made.steps_in_epochs(1)
     taken = run(made, steps, epochs=1, world=2)
     assert sum(batches[0].num_rows for _, batches in taken) == rows

@@ -1,5 +1,6 @@
 """Conversations as ChatML documents whose assistant turns alone are targets, packed into rows epoch by epoch."""
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -64,17 +65,24 @@ def chat_document(tokenizer: PreTrainedTokenizerFast, conversation: Conversation
         ValueError: if the tokenizer lacks ChatML's tokens, or no token of the conversation is a target.
     """
     start, end = (tokenizer.convert_tokens_to_ids(token) for token in CHAT_TOKENS)
-    if start is None or end is None or tokenizer.unk_token_id in (start, end):
-        raise ValueError(f"the tokenizer has no {TURN_START} and {TURN_END}; train it with a chat source, or add them")
-    texts = [text for turn in conversation.turns for text in (f"{turn.role}\n", turn.content)]
-    pieces = encode(tokenizer, [*texts, "\n"], plain=True)
-    line = pieces.pop()
+    if not set(CHAT_TOKENS) <= set(tokenizer.all_special_tokens):
+        raise ValueError(
+            f"the tokenizer has no special tokens {TURN_START} and {TURN_END}; "
+            "add them with tokenizer.add_special_tokens({'extra_special_tokens': [...]})"
+        )
+    # An answer is a piece of its own, as it is when it is generated; what others say is one piece with its role.
+    spoken = [turn.role == "assistant" for turn in conversation.turns]
+    heads = [
+        f"{turn.role}\n" + ("" if answer else turn.content)
+        for turn, answer in zip(conversation.turns, spoken, strict=True)
+    ]
+    answers = [turn.content if answer else "" for turn, answer in zip(conversation.turns, spoken, strict=True)]
+    *pieces, line = encode(tokenizer, [*heads, *answers, "\n"], plain=True)
     tokens: list[Any] = []
     is_target: list[bool] = []
-    for turn, head, content in zip(conversation.turns, pieces[::2], pieces[1::2], strict=True):
-        spoken = turn.role == "assistant"
+    for answer, head, content in zip(spoken, pieces, pieces[len(heads) :], strict=False):
         tokens += [start, *head, *content, end, *line]
-        is_target += [False] * (1 + len(head)) + [spoken] * (len(content) + 1) + [False] * len(line)
+        is_target += [False] * (1 + len(head)) + [answer] * (len(content) + 1) + [False] * len(line)
     if not any(is_target):
         raise ValueError(f"{conversation.where} has no assistant turn, so no token of it would be learnt")
     return Document(tokens=tokens, is_target=is_target)
@@ -83,7 +91,8 @@ def chat_document(tokenizer: PreTrainedTokenizerFast, conversation: Conversation
 class ChatRows:
     """Conversations packed into rows of `length`: each epoch in an order of its own, next fit.
 
-    Too long conversations are dropped (`dropped` counts them), cut at the end, or refused.
+    Too long conversations are dropped or cut at the end (`dropped` and `truncated` count them), or refused. Held out is
+    a share drawn at random, at least one of several.
 
     Raises:
         ValueError: if no conversation is left.
@@ -95,32 +104,36 @@ class ChatRows:
     ) -> None:  # fmt: skip
         self._length, self._seed, self._pad = length, seed, padding_id(tokenizer)
         self._held_out_rows = held_out_rows
-        self.dropped = 0
+        self.dropped = self.truncated = 0
         documents = []
         for conversation in conversations:
             document = self._fitted(chat_document(tokenizer, conversation), conversation.where, too_long)
             if document is not None:
                 documents.append(document)
-        kept = len(documents) - round(held_out * len(documents))
-        self._train, self._test = documents[:kept], documents[kept:]
-        if not self._train:
+        if not documents:
             raise ValueError(f"no conversation fits into rows of {length} ({self.dropped} dropped); raise data.length")
+        self._train, self._test = _split(documents, held_out)
         self._epochs: list[list[list[int]]] = []
+        self._ends: list[int] = []  # rows up to the end of each epoch
 
     def row(self, index: int) -> Row:
         """The row number `index` since the start of the run."""
-        epoch = 0
-        while index >= len(self._packed(epoch)):
-            index -= len(self._packed(epoch))
-            epoch += 1
-        return packed_row([self._train[number] for number in self._packed(epoch)[index]], self._length, self._pad)
+        while not self._ends or index >= self._ends[-1]:
+            self._pack_epoch()
+        epoch = bisect_right(self._ends, index)
+        before = self._ends[epoch - 1] if epoch else 0
+        return packed_row(
+            [self._train[number] for number in self._epochs[epoch][index - before]], self._length, self._pad
+        )
 
     def rows_in_epochs(self, epochs: int) -> int:
         """The rows of the first `epochs` epochs."""
-        return sum(len(self._packed(epoch)) for epoch in range(epochs))
+        while len(self._ends) < epochs:
+            self._pack_epoch()
+        return self._ends[epochs - 1]
 
     def held_out(self) -> list[Row]:
-        """The last conversations, packed."""
+        """The conversations that training does not see, packed."""
         return pack(self._test, self._length, self._pad)[: self._held_out_rows]
 
     def _fitted(self, document: Document, where: str, too_long: TooLong) -> Document | None:
@@ -131,25 +144,33 @@ class ChatRows:
             raise ValueError(f"{where} has {size} tokens, more than a row's {self._length}; raise data.length")
         cut = Document(tokens=document.tokens[: self._length], is_target=document.is_target[: self._length])
         if too_long == "truncate" and any(cut.is_target):
+            self.truncated += 1
             return cut
         self.dropped += 1
         return None
 
-    def _packed(self, epoch: int) -> list[list[int]]:
-        """The conversations of every row of an epoch."""
-        while len(self._epochs) <= epoch:
-            order = permute(np.arange(len(self._train)), len(self._train), [self._seed, len(self._epochs)])
-            rows: list[list[int]] = []
-            room = 0
-            for number in order.tolist():
-                size = len(self._train[number].tokens)
-                if size > room:
-                    rows.append([])
-                    room = self._length
-                rows[-1].append(number)
-                room -= size
-            self._epochs.append(rows)
-        return self._epochs[epoch]
+    def _pack_epoch(self) -> None:
+        """Lay out the conversations of the next epoch's rows."""
+        order = permute(np.arange(len(self._train)), len(self._train), [self._seed, len(self._epochs)])
+        rows: list[list[int]] = []
+        room = 0
+        for number in order.tolist():
+            size = len(self._train[number].tokens)
+            if size > room:
+                rows.append([])
+                room = self._length
+            rows[-1].append(number)
+            room -= size
+        self._epochs.append(rows)
+        self._ends.append((self._ends[-1] if self._ends else 0) + len(rows))
+
+
+def _split(documents: list[Document], held_out: float) -> tuple[list[Document], list[Document]]:
+    """The training part and the held-out part, the same whatever the run's seed."""
+    num_test = max(1, round(held_out * len(documents))) if held_out and len(documents) > 1 else 0
+    order = permute(np.arange(len(documents)), len(documents), [0]).tolist()
+    test, train = sorted(order[:num_test]), sorted(order[num_test:])
+    return [documents[number] for number in train], [documents[number] for number in test]
 
 
 def _turn(record: Record, turn: Any) -> Turn:

@@ -46,7 +46,7 @@ def write_shards(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
-    begins, total = _write_tokens(documents, partial, dtype, shard_tokens)
+    begins, total = _write_tokens(documents, partial, dtype, shard_tokens, len(tokenizer))
     if not total:
         shutil.rmtree(partial)
         raise ValueError(f"there is no text to write to '{folder}'")
@@ -73,12 +73,16 @@ class TokenShards:
         if tokenizer is not None and fingerprint(tokenizer) != self.meta.tokenizer:
             raise ValueError(f"the shards in '{folder}' were made with another tokenizer; run looplm tokenize again")
         self.num_tokens = self.meta.num_tokens
-        self._begins = _open(self._folder / _DOCUMENTS, self.meta.num_documents)
+        self._begins = _open(self._folder / _DOCUMENTS, self.meta.num_documents, "int64")
         sizes = [
             min(self.meta.shard_tokens, self.num_tokens - first)
             for first in range(0, self.num_tokens, self.meta.shard_tokens)
         ]
-        self._shards = [_open(self._folder / _name(number), size) for number, size in enumerate(sizes)]
+        self._shards = [_open(self._folder / _name(number), size, self.meta.dtype) for number, size in enumerate(sizes)]
+
+    def __reduce__(self) -> tuple[type, tuple[Path]]:
+        """Another process opens the folder again instead of being sent the corpus."""
+        return type(self), (self._folder,)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """The tokens from `start` to `stop`, int64, whichever shards they lie in."""
@@ -95,7 +99,7 @@ class TokenShards:
 
 
 def _write_tokens(
-    documents: Iterable[Sequence[int]], folder: Path, dtype: type, shard_tokens: int
+    documents: Iterable[Sequence[int]], folder: Path, dtype: type, shard_tokens: int, vocab_size: int
 ) -> tuple[list[int], int]:
     begins, total, number = [], 0, 0
     waiting: list[np.ndarray] = []
@@ -103,9 +107,12 @@ def _write_tokens(
     for document in documents:
         if not len(document):
             continue
+        tokens = np.asarray(document, dtype=np.int64)
+        if tokens.min() < 0 or tokens.max() >= vocab_size:
+            raise ValueError(f"document {len(begins) + 1} holds a token outside the vocabulary of {vocab_size}")
         begins.append(total)
         total += len(document)
-        waiting.append(np.asarray(document, dtype=dtype))
+        waiting.append(tokens.astype(dtype))
         held += len(document)
         while held >= shard_tokens:
             joined = np.concatenate(waiting)
@@ -129,11 +136,14 @@ def _read_meta(folder: Path) -> ShardMeta:
         raise ValueError(f"{folder / _META} is damaged; run looplm tokenize again") from error
 
 
-def _open(file: Path, size: int) -> np.ndarray:
+def _open(file: Path, size: int, dtype: str) -> np.ndarray:
     try:
         array = np.load(file, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise ValueError(f"{file} cannot be read as token shards; run looplm tokenize again") from error
-    if array.shape != (size,):
-        raise ValueError(f"{file} holds {array.shape} numbers where {size} were written; run looplm tokenize again")
+    if array.shape != (size,) or array.dtype != dtype:
+        raise ValueError(
+            f"{file} holds {array.shape} numbers of {array.dtype} where {size} of {dtype} were written; "
+            "run looplm tokenize again"
+        )
     return array

@@ -29,8 +29,8 @@ def _page(values: Mapping[str, Any], drawn: Mapping[str, str]) -> Report:
     report = Report("Ouro in miniature: seven stages on real text")
     first, last = values["stages"][0], values["stages"][-1]
     report.paragraph(
-        f"{first['parameters']:,} parameters at first, {last['parameters']:,} after the upcycling. The text is Python's "
-        "reference manual and library source; the conversations are questions answered by docstrings. Losses are in "
+        f"{first['parameters']:,} parameters at first, {last['parameters']:,} after the upcycling. Text: Python's "
+        "reference manual and library source; conversations: questions answered by docstrings. Losses are in "
         "nats a token, on a part of the manual that training never sees."
     )
     report.heading("Loss by loop through the stages")

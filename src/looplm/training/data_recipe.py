@@ -46,7 +46,7 @@ class ChatSource(_Source):
     """Conversations in ChatML, the assistant's turns alone being targets, packed into rows.
 
     Records have `messages` of role and content; `prompt` and `answer` name two fields instead. A conversation longer
-    than a row is dropped and counted, truncated, or an error.
+    than a row is dropped, truncated (both are counted in the log), or an error.
     """
 
     kind: Literal["chat"] = "chat"
@@ -101,6 +101,9 @@ class Data:
     def __post_init__(self) -> None:
         if not self.sources:
             raise ValueError("sources: name at least one source of rows")
+        weighed = [name for name, source in self.sources.items() if source.weight != 1]
+        if weighed and self.mean == "tokens":
+            raise ValueError(f"the weight of '{weighed[0]}' has no meaning under mean: tokens; set data.mean=sources")
 
     def rows_at(self, step: int) -> int:
         """The rows of 0-based `step`."""

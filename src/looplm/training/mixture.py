@@ -1,8 +1,11 @@
 """The sources that a recipe names, and the plan that deals a step's rows to them."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
+from fractions import Fraction
 
+import numpy as np
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -66,7 +69,7 @@ class Mixture:
         self.seed = seed
         self.pad = padding_id(tokenizer)
         self.sources = {
-            name: _open(source, data.length, seed + index, tokenizer)
+            name: _open(source, data.length, _seed_of(seed, index), tokenizer)
             for index, (name, source) in enumerate(data.sources.items())
         }
 
@@ -78,31 +81,37 @@ class Mixture:
     def deal(self, counts: Mapping[str, int], num_rows: int) -> list[tuple[str, int]]:
         """(source, row of that source) of the next `num_rows` rows, after `counts` rows of each were taken.
 
-        Each row goes to the source furthest behind its share, so counts stay within one row of exact shares.
+        Of the sources that have less than their share, each row goes to the one that would first have too little (the
+        earliest deadline), in exact fractions: counts stay within one row of the shares, for ever.
         """
-        total = sum(source.share for source in self.data.sources.values())
-        taken = {name: counts.get(name, 0) for name in self.data.sources}
+        shares = self._shares()
+        taken = {name: counts.get(name, 0) for name in shares}
         done = sum(taken.values())
         dealt = []
         for number in range(done + 1, done + num_rows + 1):
-            behind = {name: source.share / total * number - taken[name] for name, source in self.data.sources.items()}
-            name = max(behind, key=lambda name: behind[name])
+            due = [name for name, share in shares.items() if taken[name] < share * number]
+            name = min(due, key=lambda name: (taken[name] + 1) / shares[name])
             dealt.append((name, taken[name]))
             taken[name] += 1
         return dealt
 
     def rows_in_epochs(self, epochs: int) -> int:
-        """How many rows until some source has been through so many epochs.
+        """How many rows until the first source has been through so many epochs; the others may be cut short.
 
         Raises:
             ValueError: if no source ever repeats.
         """
-        total = sum(source.share for source in self.data.sources.values())
+        shares = self._shares()
         lengths = {name: source.rows_in_epochs(epochs) for name, source in self.sources.items()}
-        ends = [rows * total / self.data.sources[name].share for name, rows in lengths.items() if rows is not None]
+        ends = [rows / shares[name] for name, rows in lengths.items() if rows is not None]
         if not ends:
             raise ValueError("epochs needs a source that ends; tasks never do: give steps instead")
-        return round(min(ends))
+        return math.ceil(min(ends))
+
+    def _shares(self) -> dict[str, Fraction]:
+        shares = {name: Fraction(source.share) for name, source in self.data.sources.items()}
+        total = sum(shares.values())
+        return {name: share / total for name, share in shares.items()}
 
     def steps_in_epochs(self, epochs: int) -> int:
         """The steps until then; the last may have fewer rows."""
@@ -111,6 +120,11 @@ class Mixture:
             left -= self.data.rows_at(steps)
             steps += 1
         return steps
+
+
+def _seed_of(seed: int, index: int) -> int:
+    """A seed of a source's own: sources of one run, and those of runs with other seeds, share no order."""
+    return int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
 
 
 def _open(source: Source, length: int, seed: int, tokenizer: PreTrainedTokenizerFast) -> RowSource:

@@ -116,9 +116,12 @@ def _run(
 
 
 def _dropped(data: Mixture) -> dict[str, float]:
-    """How many conversations of each chat source were too long for a row and left out."""
+    """How many conversations of each chat source were too long for a row, left out or cut."""
     chats = {name: source for name, source in data.sources.items() if isinstance(source, ChatRows)}
-    return {f"dropped/{name}": source.dropped for name, source in chats.items() if source.dropped}
+    counted = {
+        f"{what}/{name}": getattr(source, what) for name, source in chats.items() for what in ("dropped", "truncated")
+    }
+    return {name: count for name, count in counted.items() if count}
 
 
 def _refuse_another(folder: Path, recipe: dict[str, Any]) -> None:
