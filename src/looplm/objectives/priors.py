@@ -2,10 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
+
+from looplm.objectives.kinds import ByKind
 
 # Quadrature over a standard normal: log-concave integrands whose peaks lie well inside, so that plain sums converge.
 _NODES = torch.linspace(-40, 40, 8001, dtype=torch.float64)
@@ -71,13 +73,6 @@ class PoissonLogNormalPrior:
         return torch.logsumexp(log_poisson + (-(_NODES**2) / 2).log_softmax(0), dim=-1)
 
 
-class _ByKind:
-    """Tells pydantic, which this room does not import, to choose among the priors by their `kind`."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> dict[str, Any]:
-        kinds = (UniformPrior, GeometricPrior, PoissonLogNormalPrior)
-        choices = {prior.kind: handler.generate_schema(prior) for prior in kinds}
-        return {"type": "tagged-union", "choices": choices, "discriminator": "kind"}
-
-
-Prior = Annotated[UniformPrior | GeometricPrior | PoissonLogNormalPrior, _ByKind()]
+Prior = Annotated[
+    UniformPrior | GeometricPrior | PoissonLogNormalPrior, ByKind(UniformPrior, GeometricPrior, PoissonLogNormalPrior)
+]
