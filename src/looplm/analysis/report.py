@@ -12,7 +12,8 @@ body { margin: 0 auto; max-width: 1100px; padding: 16px; color: #1a1a1a; backgro
 h1 { font-size: 1.6rem; line-height: 1.2; } h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; }
 p { max-width: 46rem; }
 .figures { display: grid; gap: 24px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 320px), 1fr)); }
-figure { margin: 0; max-width: 640px; } figure svg { width: 100%; height: auto; } figcaption { font-size: .9rem; color: #444; }
+figure { margin: 0; max-width: 640px; }
+figure svg { width: 100%; height: auto; } figcaption { font-size: .9rem; color: #444; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: 4px 10px; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }

@@ -110,7 +110,18 @@ def bench_train(
     console.print(f"{sizes}, float32, forward, backward and AdamW", highlight=False)
     print_rows(
         console,
-        [{key: f"{value:,.3g}" if isinstance(value, float) else value for key, value in row.items()} for row in found],
+        [
+            {
+                "model": f"{row['model']} {row['layers']}x{row['loops']}",
+                "parameters": row["parameters"],
+                "GFLOP": f"{row['step_gflops']:.0f}",
+                "seconds": f"{row['seconds']:.3f}",
+                "tokens/s": f"{row['tokens_per_second']:,.0f}",
+                "GFLOP/s": f"{row['gflops_per_second']:.1f}",
+                "peak MB": f"{row['peak_bytes'] / 1e6:,.0f}",
+            }
+            for row in found
+        ],
     )
     for name, value in ratio.items():
         console.print(f"{name.replace('_', ' ')}: {value:.2f} x", highlight=False)

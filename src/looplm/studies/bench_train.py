@@ -81,7 +81,8 @@ Loss = Callable[[Any, Tensor], Tensor]
 
 
 def _models(problem: TrainProblem) -> dict[str, tuple[nn.Module, Loss, int, int]]:
-    layers, loops, deep = problem.layers, problem.loops, problem.layers * problem.loops
+    layers, loops = problem.layers, problem.loops
+    deep = unlooped_layers(problem)
     torch.manual_seed(0)
     ours = ObjectiveModule(LoopLMForCausalLM(problem.config(layers, loops)).train(), ExpectedLoss())
     sizes = (problem.vocab, problem.width, problem.inner, problem.width // problem.head_dim)
@@ -115,13 +116,25 @@ def _step(module: nn.Module, loss: Loss, ids: Tensor) -> Callable[[], None]:
     return step
 
 
+def unlooped_layers(problem: TrainProblem) -> int:
+    """How many layers give an unlooped model's step nearly the looped one's FLOPs (which reads out at every loop)."""
+    wanted = step_flops(problem, problem.layers, problem.loops)
+    most = 4 * problem.layers * problem.loops + 4
+    return min(range(1, most), key=lambda layers: abs(step_flops(problem, layers, 1) - wanted))
+
+
+def step_flops(problem: TrainProblem, layers: int, loops: int) -> int:
+    """FLOPs of forward and backward of a step, a pass with gradient counted as three forward ones."""
+    forward = flops_per_token(problem.config(layers, loops), context_length=problem.length // 2)
+    forward += (loops - 1) * 2 * problem.width * problem.vocab  # every loop is read out
+    return 3 * forward * problem.rows * problem.length
+
+
 def _row(
     problem: TrainProblem, name: str, module: nn.Module, layers: int, loops: int, seconds: float, peak: int
 ) -> TrainRow:
     tokens = problem.rows * problem.length
-    forward = flops_per_token(problem.config(layers, loops), context_length=problem.length // 2)
-    forward += (loops - 1) * 2 * problem.width * problem.vocab  # every loop is read out
-    flops = 3 * forward * tokens
+    flops = step_flops(problem, layers, loops)
     return TrainRow(
         model=name, layers=layers, loops=loops, parameters=sum(p.numel() for p in module.parameters()),
         step_gflops=flops / 1e9, seconds=seconds, tokens_per_second=tokens / seconds,
