@@ -138,3 +138,16 @@ def test_metrics_of_few_rows_are_means_over_those_rows():
     sums.add({"loss_loop1": torch.tensor(0.75 * 2.0), "loss_loop2": torch.tensor(0.75 * 8.0)}, torch.tensor(0.75))
     found = sums.means(lambda tensor: tensor)
     assert found == pytest.approx({"loss_loop1": 2.5, "loss_loop2": 8.0})
+
+
+@pytest.mark.parametrize("mean", ["tokens", "sources"])
+def test_metrics_are_means_whatever_the_weights_add_up_to(gradient, mean):
+    """Two sources of weight 1 and 3 add up to 4; exit probabilities still add up to 1, and the term is not rescaled."""
+    weight = ("data.sources.compose.weight=3",) if mean == "sources" else ()
+    common = (f"objective={OBJECTIVES['stage one']}", f"stability={{form: {FORMS['jvp']}, weight: 0.1}}")
+    _, metrics, _ = gradient(*common, f"data.mean={mean}", *weight, "micro_rows=2")
+    assert sum(metrics[f"exit_loop{loop}"] for loop in (1, 2, 3)) == pytest.approx(1)
+    assert 1 <= metrics["mean_exit_loop"] <= 3
+    assert min(metrics["loss_loop1"], metrics["loss_loop3"]) < metrics["expected_loss"] + 1
+    _, alone, _ = gradient(*common, "data.mean=tokens")
+    assert metrics["stability"] == pytest.approx(alone["stability"], rel=1e-6)

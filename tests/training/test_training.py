@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -333,3 +334,37 @@ def test_a_gradient_that_is_not_finite_stops_the_run(recipe_file, tmp_path):
         train(
             recipe_at(recipe_file, tmp_path / "again", "optimizer.lr=1e30", "clip_norm=1e30", "nonfinite.policy=stop")
         )
+
+
+SETTINGS = {
+    "average": ["ema={decay: 0.5}"],
+    "warm term": ["stability={form: {kind: finite_difference, warm: true}, weight: 0.1}"],
+    "muon": ["optimizer={kind: muon, lr: 0.01, adam: {lr: 0.01}}"],
+    "no epsilon": ["optimizer={kind: adamw, eps: 0.0, update_clipping: true, gate_lr: 0.1}"],
+    "curriculum": [
+        "depth={kind: poisson, mean: 3.0, high: 6, grad_loops: 2, grad_low: 1, growth: {steps: 4, grad: true}}"
+    ],
+    "by sequence": ["depth={kind: uniform, low: 1, high: 3, per: sequence}", "micro_rows=2"],
+    "dropout": ["model.dropout=0.2", "model.state_noise=0.1"],
+    "random start": ["model.injection=add", "model.state_init=normal", "objective={kind: last_loop}"],
+    "ramp": ["data.ramp={rows: 1, steps: 5}", "data.workers=1"],
+    "an epoch": ["steps=null", "epochs=1", "data.rows=11"],
+    "checkpointing": ["checkpointing=loop", "precision=bfloat16"],
+}
+
+
+@pytest.mark.parametrize("overrides", SETTINGS.values(), ids=SETTINGS)
+def test_resume_is_exact_under_every_setting(recipe_file, tmp_path, overrides):
+    """The newest checkpoint lost, the run goes on from the one before, and ends where it ended."""
+    common = ("save_every=2", "evaluate_every=100", *overrides)
+    whole = train(recipe_at(recipe_file, tmp_path / "run", "steps=6", *common))
+    kept = {path: load_file(path) for path in whole.checkpoint.rglob("*.safetensors")}
+    before = without_times(log_of(tmp_path / "run"))
+    shutil.rmtree(whole.checkpoint)
+    torch.manual_seed(99)
+    again = train(recipe_at(recipe_file, tmp_path / "run", "steps=6", *common))
+    assert again.checkpoint == whole.checkpoint
+    for path, tensors in kept.items():
+        found = load_file(path)
+        assert all(tensor.equal(found[name]) for name, tensor in tensors.items()), path
+    assert without_times(log_of(tmp_path / "run")) == before

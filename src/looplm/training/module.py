@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from looplm.models import LoopLMForCausalLM, Trace
 from looplm.objectives import Objective, Stability, StabilityTerm
+from looplm.objectives.rows import num_rows, step_rows
 from looplm.objectives.targets import Batch, Metrics
 from looplm.training.depth import Depth, DepthSchedule
 from looplm.training.evaluate import losses_by_loop
@@ -16,30 +17,22 @@ DepthGroup = tuple[Depth, Batch]
 
 
 class MetricSums:
-    """Metrics of many batches, each a weighted sum over the target weight (`mass`) that it was read on."""
+    """Metrics of many batches: each a weighted sum, with the total of the weights (`mass`) that it was summed over."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
-        self.total = torch.zeros((), dtype=torch.float64)
 
     def add(self, metrics: Metrics, mass: Tensor) -> None:
-        """Add one batch's sums and the total of its target weights."""
-        weight = mass.detach().double().cpu()
-        self.total = self.total + weight
+        """Add one batch's sums."""
         for name, value in metrics.items():
-            pair = torch.stack([value.detach().double().cpu(), weight])
+            pair = torch.stack([value.detach().double().cpu(), mass.detach().double().cpu()])
             self.sums[name] = self.sums[name] + pair if name in self.sums else pair
 
     def means(self, sum_over_processes: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Each metric as if all of the step had been read by it: a loop that few rows reached counts those alone."""
+        """Each metric's mean over all that it was read on: a loop that few rows reached counts those alone."""
         names = sorted(self.sums)
-        table = torch.stack([*(self.sums[name] for name in names), torch.stack([self.total, self.total])])
-        table = sum_over_processes(table)
-        total = table[-1, 1]
-        return {
-            name: float(value * total / mass) if mass else 0.0
-            for name, (value, mass) in zip(names, table[:-1], strict=True)
-        }
+        table = sum_over_processes(torch.stack([self.sums[name] for name in names])).tolist()
+        return {name: value / mass if mass else 0.0 for name, (value, mass) in zip(names, table, strict=True)}
 
 
 class ObjectiveModule(nn.Module):
@@ -57,14 +50,14 @@ class ObjectiveModule(nn.Module):
         self.join_unused = False
 
     def forward(self, groups: Sequence[DepthGroup], step: int) -> tuple[Tensor, list[tuple[Metrics, Tensor]]]:
-        """The loss of a micro-batch whose rows are grouped by depth; each group's metrics and target weight."""
+        """The loss of a micro-batch whose rows are grouped by depth; its metrics with their weights."""
         parts = [self._group(depth, batch, step) for depth, batch in groups]
-        loss = torch.stack([loss for loss, _, _ in parts]).sum()
+        loss = torch.stack([loss for loss, _ in parts]).sum()
         if self.join_unused:
             loss = _Join.apply(loss, *(parameter for parameter in self.parameters() if parameter.requires_grad))
-        return loss, [(metrics, mass) for _, metrics, mass in parts]
+        return loss, [weighed for _, found in parts for weighed in found]
 
-    def _group(self, depth: Depth, batch: Batch, step: int) -> tuple[Tensor, Metrics, Tensor]:
+    def _group(self, depth: Depth, batch: Batch, step: int) -> tuple[Tensor, list[tuple[Metrics, Tensor]]]:
         regular = self.stability if self.stability is not None and self.stability.settings.weight_at(step) else None
         needed = self.objective.needs(depth.loops)
         if regular is not None:
@@ -73,10 +66,12 @@ class ObjectiveModule(nn.Module):
         with torch.autocast(device, self.autocast, enabled=self.autocast is not None):
             trace = self._trace(batch, depth, sorted(needed))
             loss, metrics = self.objective(self.model, trace, batch)
+            weighed = [(metrics, batch["weights"].sum())]
             if regular is not None:
-                penalty, found = regular(self.model, trace, batch)
-                loss, metrics = regular.settings.mix(loss, penalty), metrics | found
-        return loss, metrics, batch["weights"].sum()
+                penalty, metrics = regular(self.model, trace, batch)
+                loss = regular.settings.mix(loss, penalty)
+                weighed.append((metrics, (step_rows(batch) >= 0).sum() / num_rows(batch)))  # a mean over rows
+        return loss, weighed
 
     def _trace(self, batch: Batch, depth: Depth, keep: list[int]) -> Trace:
         return self.model.model(
