@@ -129,7 +129,7 @@ def _outcome(
     return StageOutcome(
         stage=stage, layers=config.core_layers, loops=config.loops,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        tokens=(recipe.steps or 0) * recipe.data.rows * recipe.data.length, cpu_seconds=seconds,
+        tokens=sum(map(recipe.data.rows_at, range(recipe.steps or 0))) * recipe.data.length, cpu_seconds=seconds,
         manual_loss_by_loop=_losses(model, batch, _LOOPS), exit_by_loop=exit_pdf(gates).mean(0).tolist(),
     )  # fmt: skip
 
