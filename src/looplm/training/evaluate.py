@@ -8,7 +8,7 @@ from torch import Tensor
 from looplm.models import LoopLMForCausalLM
 from looplm.objectives.targets import Batch, loop_losses, next_token_targets, target_weights
 
-_ROWS_AT_ONCE = 64
+_TOKENS_AT_ONCE = 2**13  # the states of all their loops are held
 
 
 @torch.no_grad()
@@ -34,7 +34,8 @@ def held_out_losses(
         count = (batch["labels"][:, 1:] != -100).sum().clamp(min=1)
         columns = {name: batch[name] for name in ("input_ids", "labels", "position_ids")}
         total = torch.zeros(loops, dtype=torch.float64)
-        for parts in zip(*(column.split(_ROWS_AT_ONCE) for column in columns.values()), strict=True):
+        rows_at_once = max(1, _TOKENS_AT_ONCE // batch["labels"].shape[1])
+        for parts in zip(*(column.split(rows_at_once) for column in columns.values()), strict=True):
             rows = {name: part.to(device) for name, part in zip(columns, parts, strict=True)}
             rows["weights"] = torch.full(rows["labels"].shape, 1.0, device=device) / count.to(device)
             total += read(rows, loops).double().cpu()
