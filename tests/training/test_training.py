@@ -368,3 +368,13 @@ def test_resume_is_exact_under_every_setting(recipe_file, tmp_path, overrides):
         found = load_file(path)
         assert all(tensor.equal(found[name]) for name, tensor in tensors.items()), path
     assert without_times(log_of(tmp_path / "run")) == before
+
+
+def test_an_override_with_a_kind_replaces_at_any_depth(recipe_file):
+    first = ["stability={form: {kind: finite_difference, warm: true}, weight: 0.1}"]
+    recipe = load_recipe(
+        recipe_file, [*first, "stability={form: {kind: vector_jacobian}}", "objective={kind: last_loop}"]
+    )
+    assert (recipe.stability.form.kind, recipe.stability.weight) == ("vector_jacobian", 0.1)
+    merged = load_recipe(recipe_file, ["optimizer={lr: 0.5}", "data={length: 16}"])
+    assert (merged.optimizer.lr, merged.data.length, merged.data.rows) == (0.5, 16, 4)

@@ -155,10 +155,17 @@ def built_in_recipes() -> list[str]:
 
 
 def _override(config: Any, override: str) -> None:
-    """Set what an `a.b=value` names; a value that says its `kind` replaces what was there: its keys may not fit."""
     key = override.partition("=")[0]
-    value = OmegaConf.select(OmegaConf.from_dotlist([override]), key)
-    OmegaConf.update(config, key, value, merge=not (OmegaConf.is_dict(value) and "kind" in value))
+    _set(config, key, OmegaConf.select(OmegaConf.from_dotlist([override]), key))
+
+
+def _set(config: Any, key: str, value: Any) -> None:
+    """Merge a value into what is there; one that says its `kind`, at any depth, replaces it: its keys may not fit."""
+    if OmegaConf.is_dict(value) and "kind" not in value and OmegaConf.is_dict(OmegaConf.select(config, key)):
+        for name, part in value.items():
+            _set(config, f"{key}.{name}", part)
+    else:
+        OmegaConf.update(config, key, value, merge=False)
 
 
 # What an optimizer or schedule is where a recipe does not say.
