@@ -248,7 +248,7 @@ def test_warmup_stable_decay_by_hand():
         ("model.vocab_size=5", "set vocab_size instead"),
         ("objective.beta=nan", "objective.beta: Input should be a finite number"),
         ("objective={kind: gate_regression,beta: 1}", "unknown key 'objective.beta'"),
-        ("model=[1,2]", "cannot be read as a recipe"),
+        ("model=[1,2]", "model: Input should be a valid dictionary"),
         ("depth={kind: poisson, lambda: 3}", "unknown key 'depth.lambda'"),
         ("depth={kind: uniform, low: 9, high: 4}", "1 <= low <= high"),
         ("data.sources.compose.task.entities=0", "entities of at least 1"),
