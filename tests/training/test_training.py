@@ -378,3 +378,17 @@ def test_an_override_with_a_kind_replaces_at_any_depth(recipe_file):
     assert (recipe.stability.form.kind, recipe.stability.weight) == ("vector_jacobian", 0.1)
     merged = load_recipe(recipe_file, ["optimizer={lr: 0.5}", "data={length: 16}"])
     assert (merged.optimizer.lr, merged.data.length, merged.data.rows) == (0.5, 16, 4)
+
+
+def test_looking_at_a_run_does_not_change_it(recipe_file, tmp_path):
+    """Monitors and held-out losses draw no dropout."""
+    runs = [
+        train(
+            recipe_at(
+                recipe_file, tmp_path / str(every), "model.dropout=0.3", f"log_every={every}", f"evaluate_every={every}"
+            )
+        )
+        for every in (1, 100)
+    ]
+    a, b = (load_file(run.checkpoint / "model.safetensors") for run in runs)
+    assert all(a[name].equal(b[name]) for name in a)

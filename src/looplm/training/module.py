@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from looplm.models import LoopLMForCausalLM, Trace
 from looplm.objectives import Objective, Stability, StabilityTerm
+from looplm.objectives.probes import in_evaluation
 from looplm.objectives.rows import num_rows, step_rows
 from looplm.objectives.targets import Batch, Metrics
 from looplm.training.depth import Depth, DepthSchedule
@@ -86,13 +87,15 @@ class ObjectiveModule(nn.Module):
 
     def losses_by_loop(self, batch: Batch, loops: int) -> Tensor:
         """The weighted cross-entropy [loops] of a batch at every loop."""
-        return losses_by_loop(self.model, batch, loops)
+        with in_evaluation(self.model):
+            return losses_by_loop(self.model, batch, loops)
 
     @torch.no_grad()
     def observed(self, batch: Batch, loops: int) -> dict[str, float]:
         """What the monitors see of the trajectory on a batch."""
-        trace = self._trace(batch, Depth(loops=loops, grad_loops=loops), list(range(1, loops + 1)))
-        return observe(self.model, trace)
+        with in_evaluation(self.model):
+            trace = self._trace(batch, Depth(loops=loops, grad_loops=loops), list(range(1, loops + 1)))
+            return observe(self.model, trace)
 
 
 class _Join(torch.autograd.Function):

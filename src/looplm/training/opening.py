@@ -115,7 +115,7 @@ def _new_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
     words = [*CHAT_TOKENS]  # so that any model can go on to conversations
     for source in recipe.data.sources.values():
         if isinstance(source, TextSource):
-            documents += read_documents(source.path)
+            documents += read_documents(source.path, source.field)
         elif isinstance(source, TaskSource):
             words += source.task.words()
     return train_tokenizer(documents, recipe.vocab_size, words)
