@@ -24,10 +24,13 @@ def test_answers_are_reversed_sums(split):
         assert task.grade(example, "") == 0
 
 
-def test_the_training_split_is_a_fixed_set():
-    task = Addition(samples=5)
-    assert [task.example(i) for i in range(5)] == [task.example(i + 5) for i in range(5)]
-    assert len({task.example(i).prompt for i in range(5)}) == 5
+@pytest.mark.parametrize("stride", [1, 32, 1024])
+def test_the_training_split_is_a_fixed_set_of_which_all_is_asked(stride):
+    task = Addition(samples=50)
+    asked = [task.example(stride * i).prompt for i in range(1000)]
+    assert len(set(asked)) == 50
+    assert asked == [task.example(stride * i).prompt for i in range(1000)]
+    assert asked[:50] != asked[50:100]
 
 
 @pytest.mark.parametrize(("a", "b", "carries"), [(1111, 2222, 0), (1115, 2225, 1), (9999, 1001, 4), (1950, 1050, 2)])

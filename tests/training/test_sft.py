@@ -129,3 +129,17 @@ def test_left_out_conversations_are_counted_in_the_log(base, talks, tmp_path):
     train(recipe(base, longer, tmp_path / "run", "steps=2"))
     first = json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[0])
     assert first == {"step": 0, "dropped/chat": 1}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["lora={rank: 2}", "objective={kind: gate_regression}"], "lora adapts the core, which objective"),
+        (["lora={rank: 2, targets: [q_proj, lm_head]}"], "'lm_head' is not read through its module"),
+        (["stability={form: {kind: jacobian_vector}}", "parallel=fsdp"], "cannot go through FSDP's shards"),
+        (["optimizer.betas=[0.9]"], "optimizer.betas"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_anything(base, talks, tmp_path, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        recipe(base, talks, tmp_path / "run", *overrides)

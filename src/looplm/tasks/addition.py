@@ -39,8 +39,8 @@ class Addition:
         return [*_SYMBOLS, END]
 
     def example(self, seed: int) -> Example:
-        """The question number `seed` of this split; the training split repeats after `samples`."""
-        number = seed % self.samples if self.split == "train" else seed
+        """The question of this split that `seed` draws; in the training split one of `samples`, whatever the stride."""
+        number = random.Random(seed).randrange(self.samples) if self.split == "train" else seed
         generator = random.Random(f"addition/{self.digits}/{self.split}/{number}")
         while True:
             pair = (self._draw(generator), self._draw(generator))

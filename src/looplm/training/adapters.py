@@ -34,6 +34,11 @@ class Lora:
     def __post_init__(self) -> None:
         if self.rank < 1 or self.alpha <= 0 or not self.targets:
             raise ValueError(f"{self} needs rank of at least 1, alpha above 0 and one target or more")
+        unread = sorted({"lm_head", "exit_gate", "embed_tokens"} & set(self.targets))
+        if unread:
+            raise ValueError(
+                f"lora.targets: '{unread[0]}' is not read through its module; adapt the core's projections"
+            )
 
     def settings(self) -> Any:
         """PEFT's own form of these settings."""

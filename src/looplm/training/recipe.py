@@ -97,6 +97,15 @@ class Recipe:
             raise ValueError("init_from brings its own tokenizer; leave tokenizer out")
         if self.stability is not None:
             self.stability.check_objective(self.objective)
+            if self.parallel == "fsdp" and self.stability.form.kind in ("jacobian_vector", "vector_jacobian"):
+                raise ValueError(
+                    f"stability.form '{self.stability.form.kind}' cannot go through FSDP's shards; "
+                    "take 'finite_difference', or parallel: ddp"
+                )
+        if self.lora is not None and not self.objective.trains("model.core.0.attention.q_proj.weight"):
+            raise ValueError(
+                f"lora adapts the core, which objective '{self.objective.kind}' keeps frozen; leave lora out"
+            )
         lowest = self.depth.lowest if self.depth is not None else self.loops
         if lowest is not None:
             self.objective.check_loops(lowest)
@@ -213,7 +222,8 @@ def _keys(location: Sequence[int | str], given: Any, keep_last: bool) -> list[st
     """The keys of the recipe along pydantic's location, without the names of the kinds that it tried on the way."""
     keys = []
     for index, part in enumerate(location):
-        inside = (isinstance(given, dict) and part in given) or (isinstance(given, list) and isinstance(part, int))
+        listed = isinstance(given, list) and isinstance(part, int) and part < len(given)
+        inside = listed or (isinstance(given, dict) and part in given)
         if inside:
             given = given[part]
         if inside or (keep_last and index == len(location) - 1):
