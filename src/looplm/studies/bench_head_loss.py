@@ -1,9 +1,9 @@
 """Benchmark: the chunked head loss against a plain one that holds the logits of every loop."""
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from looplm.analysis.allocations import peak_bytes
 from looplm.objectives import linear_cross_entropy
+from looplm.studies.timing import seconds_in_turn
 
 Problem = tuple[list[Tensor], Tensor, Tensor, Tensor]
 
@@ -28,18 +29,12 @@ class HeadLossRow:
 def bench_head_loss(tokens: int, width: int, vocab: int, loops: int, repeats: int) -> list[HeadLossRow]:
     """Time and measure both methods in turn, on the same random problem, forward and backward."""
     problem = _problem(tokens, width, vocab, loops)
-    methods: dict[str, Callable[[Problem], None]] = {"chunked": _chunked, "plain": _plain}
-    seconds: dict[str, list[float]] = {name: [] for name in methods}
-    for repeat in range(repeats + 1):
-        for name, method in methods.items():
-            began = time.perf_counter()
-            method(problem)
-            if repeat:  # the first round warms up
-                seconds[name].append(time.perf_counter() - began)
+    methods: dict[str, Callable[[], None]] = {"chunked": partial(_chunked, problem), "plain": partial(_plain, problem)}
+    seconds = seconds_in_turn(methods, repeats)
     return [
         HeadLossRow(
             method=name, loops=loops, seconds=statistics.median(seconds[name]),
-            peak_bytes=peak_bytes(lambda method=method: method(problem)),
+            peak_bytes=peak_bytes(method),
         )
         for name, method in methods.items()
     ]  # fmt: skip

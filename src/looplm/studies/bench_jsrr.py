@@ -1,7 +1,6 @@
 """Benchmark: what each form of the stability term adds to a training step, all forms in one run."""
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from looplm.objectives import (
     StabilityTerm,
     VectorJacobian,
 )
+from looplm.studies.timing import seconds_in_turn
 
 RECOMMENDED = "finite difference, 1 row in 8"
 FORMS: dict[str, StabilityForm | None] = {
@@ -78,13 +78,7 @@ def bench_jsrr(problem: JsrrProblem, repeats: int) -> list[JsrrRow]:
     machine that slows down for a while does not tilt it.
     """
     steps = {name: training_step(problem, form) for name, form in FORMS.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for repeat in range(repeats + 1):
-        for name, step in steps.items():
-            began = time.perf_counter()
-            step()
-            if repeat:
-                seconds[name].append(time.perf_counter() - began)
+    seconds = seconds_in_turn(steps, repeats)
     peaks = {name: peak_bytes(step) for name, step in steps.items()}
     return [
         JsrrRow(

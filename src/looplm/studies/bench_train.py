@@ -1,7 +1,6 @@
 """Benchmark: training steps of ours, of a hand-written looped model, and of an unlooped one of equal FLOPs."""
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from looplm.models import LoopLMConfig, LoopLMForCausalLM
 from looplm.models.accounting import flops_per_token
 from looplm.objectives import ExpectedLoss
 from looplm.studies.plain_model import PlainLoopedModel
+from looplm.studies.timing import seconds_in_turn
 from looplm.training.depth import Depth
 from looplm.training.module import ObjectiveModule
 
@@ -64,13 +64,7 @@ def bench_train(problem: TrainProblem, repeats: int) -> list[TrainRow]:
     ids = torch.randint(problem.vocab, (problem.rows, problem.length), generator=torch.Generator().manual_seed(0))
     models = _models(problem)
     steps = {name: _step(module, loss, ids) for name, (module, loss, _, _) in models.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    for repeat in range(repeats + 1):
-        for name, step in steps.items():
-            began = time.perf_counter()
-            step()
-            if repeat:
-                seconds[name].append(time.perf_counter() - began)
+    seconds = seconds_in_turn(steps, repeats)
     return [
         _row(problem, name, module, layers, loops, statistics.median(seconds[name]), peak_bytes(steps[name]))
         for name, (module, _, layers, loops) in models.items()

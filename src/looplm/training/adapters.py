@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from looplm.models import LoopLMForCausalLM
-from looplm.training.distribution import whole
+from looplm.training.sharded import whole
 
 _FOLDER, _FILE = "adapter", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

@@ -4,7 +4,8 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,10 +113,14 @@ def restore(checkpoint: Path, live: Live, world: World) -> Progress:
         else:
             parameter = parameters.get(name.rpartition("/")[0] if place == "optimizer" else name)
             state[key] = _place_for(parameter, meta)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    with _alone_by_intent():
         dcp.load(state, storage_reader=reader, no_dist=world.size == 1)
     _put_back(state, live, parameters, own_rng)
+    return read_progress(checkpoint)
+
+
+def read_progress(checkpoint: Path) -> Progress:
+    """Where the run stood at a complete checkpoint."""
     return Progress(**json.loads((checkpoint / _META).read_text()))
 
 
@@ -161,9 +166,16 @@ def _tensors(live: Live, world: World) -> dict[str, Tensor]:
 
 def _write_state(folder: Path, tensors: dict[str, Tensor], world: World) -> None:
     writer = HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
+    with _alone_by_intent():
+        dcp.save(tensors, storage_writer=writer, no_dist=world.size == 1)
+
+
+@contextmanager
+def _alone_by_intent() -> Generator[None]:
+    """Inside, one process without a group is no reason to warn."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(tensors, storage_writer=writer, no_dist=world.size == 1)
+        yield
 
 
 def _place_for(parameter: Tensor | None, meta: Any) -> Tensor:

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 from looplm.training.module import ObjectiveModule
@@ -85,20 +84,8 @@ def distribute(module: ObjectiveModule, parallel: Parallel, world: World) -> nn.
     return module
 
 
-def reshard(module: nn.Module) -> None:
-    """Give up the whole weights that a forward without backward has gathered: only shards are trained and saved."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
-
-
 def without_sync(module: nn.Module, last: bool) -> AbstractContextManager:
     """Around all but the last micro-batch of a step: DDP exchanges gradients once a step."""
     if isinstance(module, DistributedDataParallel) and not last:
         return module.no_sync()
     return nullcontext()
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be sharded; every process must ask."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -13,13 +13,14 @@ from torch.nn.utils import clip_grad_norm_
 
 from looplm.training.checkpoints import Live, Progress
 from looplm.training.depth import DepthSchedule
-from looplm.training.distribution import World, whole, without_sync
+from looplm.training.distribution import World, without_sync
 from looplm.training.loader import StepBatch, StepLoader, step_weights
 from looplm.training.logs import Log, StepProgress
 from looplm.training.module import MetricSums, depth_groups
 from looplm.training.monitors import NonFiniteGuard
 from looplm.training.recipe import Recipe
 from looplm.training.reporting import Reporter
+from looplm.training.sharded import whole
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,6 +68,8 @@ class Mixture:
         self.data = data
         self.seed = seed
         self.pad = padding_id(tokenizer)
+        total = sum(Fraction(source.share) for source in data.sources.values())
+        self.shares = {name: Fraction(source.share) / total for name, source in data.sources.items()}
         self.sources = {
             name: _open(source, data.length, _seed_of(seed, index), tokenizer)
             for index, (name, source) in enumerate(data.sources.items())
@@ -84,7 +86,7 @@ class Mixture:
         Of the sources that have less than their share, each row goes to the one that would first have too little (the
         earliest deadline), in exact fractions: counts stay within one row of the shares, for ever.
         """
-        shares = self._shares()
+        shares = self.shares
         taken = {name: counts.get(name, 0) for name in shares}
         done = sum(taken.values())
         dealt = []
@@ -101,17 +103,11 @@ class Mixture:
         Raises:
             ValueError: if no source ever repeats.
         """
-        shares = self._shares()
         lengths = {name: source.rows_in_epochs(epochs) for name, source in self.sources.items()}
-        ends = [rows / shares[name] for name, rows in lengths.items() if rows is not None]
+        ends = [rows / self.shares[name] for name, rows in lengths.items() if rows is not None]
         if not ends:
             raise ValueError("epochs needs a source that ends; tasks never do: give steps instead")
         return math.ceil(min(ends))
-
-    def _shares(self) -> dict[str, Fraction]:
-        shares = {name: Fraction(source.share) for name, source in self.data.sources.items()}
-        total = sum(shares.values())
-        return {name: share / total for name, share in shares.items()}
 
     def steps_in_epochs(self, epochs: int) -> int:
         """The steps until then; the last may have fewer rows."""

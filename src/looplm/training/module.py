@@ -120,7 +120,7 @@ def depth_groups(
     `rows` are the micro-batch's rows over all processes. Where this process has no row of a depth that another one has,
     it runs an empty row there, so that all run the same loops in the same order.
     """
-    drawn = {row: depth_of(schedule, seed, step, micro_batch, row) for row in rows}
+    drawn = row_depths(schedule, seed, step, micro_batch, rows)
     if schedule.per != "sequence":
         return [(drawn[rows[0]], batch)]
     own = batch["rows"].tolist()
@@ -131,10 +131,13 @@ def depth_groups(
     return groups
 
 
-def depth_of(schedule: DepthSchedule, seed: int, step: int, micro_batch: int, row: int) -> Depth:
-    """The depth at which a row of a step runs."""
-    sample = {"step": 0, "micro_batch": micro_batch, "sequence": row}[schedule.per]
-    return schedule.draw(seed, step, sample)
+def row_depths(
+    schedule: DepthSchedule, seed: int, step: int, micro_batch: int, rows: range
+) -> dict[int, Depth]:  # fmt: skip
+    """The depth at which each row of a micro-batch runs; rows that share one share its draw."""
+    if schedule.per == "sequence":
+        return {row: schedule.draw(seed, step, row) for row in rows}
+    return dict.fromkeys(rows, schedule.draw(seed, step, micro_batch if schedule.per == "micro_batch" else 0))
 
 
 def _rows(batch: Batch, chosen: list[int]) -> dict[str, Tensor]:

@@ -10,13 +10,13 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from looplm.models import LoopLMConfig, LoopLMForCausalLM, Trace
 from looplm.models.accounting import flops_by_part
 from looplm.models.exits import exit_log_pdf
 from looplm.models.precision import at_least_float32
+from looplm.training.sharded import whole
 
 _PARTS = {
     "embed_tokens": "embed", "embed_positions": "embed", "loop_embedding": "injection", "exit_gate": "gate",
@@ -77,10 +77,9 @@ def gradient_norms(model: LoopLMForCausalLM) -> dict[str, float]:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             norm = torch.linalg.vector_norm(at_least_float32(parameter.grad))
-            whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
             part = name.removeprefix("model.").partition(".")[0]
             part = _PARTS.get(part, part)
-            squares[part] = squares.get(part, 0.0) + whole.item() ** 2
+            squares[part] = squares.get(part, 0.0) + whole(norm).item() ** 2
     return {f"grad_norm/{part}": math.sqrt(square) for part, square in squares.items()}
 
 

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from looplm.training.checkpoints import Live
 from looplm.training.depth import Depth, DepthSchedule
-from looplm.training.distribution import World, reshard
+from looplm.training.distribution import World
 from looplm.training.evaluate import held_out_losses
 from looplm.training.loader import StepBatch
 from looplm.training.logs import Log
-from looplm.training.module import MetricSums, depth_of
+from looplm.training.module import MetricSums, row_depths
 from looplm.training.monitors import NonFiniteGuard, diagnose, gradient_norms, measure_peak_flops, training_flops
 from looplm.training.recipe import Recipe
+from looplm.training.sharded import reshard
 
 Batch = Mapping[str, Tensor]
 _OBSERVED_ROWS = 2  # of a step's rows, at log steps
@@ -72,11 +73,10 @@ class Reporter:
 
     def _depths(self, batch: StepBatch, step: int) -> Counter[Depth]:
         """How many of a step's rows run at each depth."""
-        return Counter(
-            depth_of(self.depth, self.recipe.seed, step, index, row)
-            for index, rows in enumerate(batch.spans)
-            for row in rows
-        )
+        found: Counter[Depth] = Counter()
+        for index, rows in enumerate(batch.spans):
+            found.update(row_depths(self.depth, self.recipe.seed, step, index, rows).values())
+        return found
 
     def _reads(self, depth: Depth) -> int:
         return len(self.recipe.objective.needs(depth.loops))

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from looplm.data.chat import ChatRows
 from looplm.training.averaging import Ema
-from looplm.training.checkpoints import Live, Progress, complete_checkpoints, restore, save_checkpoint
+from looplm.training.checkpoints import Live, Progress, complete_checkpoints, read_progress, restore, save_checkpoint
 from looplm.training.distribution import World, distribute, open_world
 from looplm.training.loader import StepLoader
 from looplm.training.logs import RunLog, SilentLog, StepProgress
@@ -53,6 +53,8 @@ def train(recipe: Recipe, console: Console | None = None, title: str = "train") 
     world = open_world()
     _refuse_another(folder, resolved(recipe))
     done = complete_checkpoints(folder / "checkpoints")
+    if done and read_progress(done[-1]).step == recipe.steps:
+        return RunResult(checkpoint=done[-1], step=recipe.steps, steps=recipe.steps)  # neither model nor text is needed
     opened = open_run(recipe, done[-1] if done else None)
     data = Mixture(recipe.data, opened.tokenizer, recipe.seed)
     steps = recipe.steps or data.steps_in_epochs(recipe.epochs or 1)
