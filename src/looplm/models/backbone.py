@@ -16,7 +16,7 @@ from transformers.utils.output_capturing import capture_outputs
 from looplm.models.block import Block
 from looplm.models.conditioning import LoopEmbedding, NoLoopEmbedding
 from looplm.models.config import LoopLMConfig
-from looplm.models.context import AnyCache, LoopContext, build_context, check_cache, check_paged, is_packed
+from looplm.models.context import AnyCache, Loop, LoopContext, build_context, check_cache, check_paged, is_packed
 from looplm.models.exits import exit_loops
 from looplm.models.injection import build_injection
 from looplm.models.norm import build_norm
@@ -84,13 +84,14 @@ class LoopLMModel(LoopLMPreTrainedModel):
             return torch.zeros_like(inputs)
         return context.noise(inputs, self.config.state_std)
 
-    def step(self, state: Tensor, inputs: Tensor, loop: int, context: LoopContext) -> Tensor:
-        """One application of the core: the state after 1-based loop `loop`, which the next loop receives."""
+    def step(self, state: Tensor, inputs: Tensor, loop: Loop, context: LoopContext) -> Tensor:
+        """One application of the core: the state after 1-based loop `loop`, which the next loop receives.
+
+        `loop` is a tensor [B] where rows stand at different depths and the context's store can tell them apart.
+        """
         if self.config.state_noise:
             state = state + context.noise(state, self.config.state_noise, stream=loop)
-        state = self.loop_embedding(state, loop)
-        if loop == 1 or not self.config.inject_once:
-            state = self.injection(state, inputs)
+        state = self._injected(self.loop_embedding(state, loop), inputs, loop)
         for block in self.core:
             state = block(state, loop, context)
         return self.norm(state) if self.config.norm_in_loop else state
@@ -242,6 +243,13 @@ class LoopLMModel(LoopLMPreTrainedModel):
         return hidden
 
     # Parts of the doorway ------------------------------------------------------------------------------------
+
+    def _injected(self, state: Tensor, inputs: Tensor, loop: Loop) -> Tensor:
+        if not self.config.inject_once:
+            return self.injection(state, inputs)
+        if isinstance(loop, Tensor):
+            return torch.where((loop == 1)[:, None, None], self.injection(state, inputs), state)
+        return self.injection(state, inputs) if loop == 1 else state
 
     def _normed(self, state: Tensor) -> Tensor:
         return state if self.config.norm_in_loop else self.norm(state)

@@ -7,7 +7,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from looplm.models.config import LoopLMConfig
-from looplm.models.context import LoopContext
+from looplm.models.context import Loop, LoopContext
 from looplm.models.mlp import MLPS, DampedLinear
 from looplm.models.norm import RMSNorm, build_norm
 from looplm.models.rotary import ROTATIONS
@@ -63,19 +63,30 @@ class Attention(nn.Module):
             RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
         )
 
-    def forward(self, x: Tensor, layer: int, loop: int, context: LoopContext) -> tuple[Tensor, Tensor | None]:
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, S, D] -> query [B, S, H, head_dim], key and value [B, S, G, head_dim]."""
+        query, key, value = (
+            project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return query, key, value
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """query [B, H, S, head_dim], key and value [B, G, K, head_dim] -> [B, S, H, head_dim] and perhaps weights."""
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, math_attention)
+        return attend(self, query, key, value, mask, dropout=0.0, scaling=self.scaling)
+
+    def forward(self, x: Tensor, layer: int, loop: Loop, context: LoopContext) -> tuple[Tensor, Tensor | None]:
         """x [B, S, D] -> [B, S, D], and the weights where the implementation gives them.
 
         Keys and values pass through the context's store at (layer, loop).
         """
-        query, key, value = (
-            project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        query, key, value = self.project(x)
         query, key = self.q_norm(query).transpose(1, 2), self.k_norm(key).transpose(1, 2)
         query, key = self.rotate(query, context.rotary), self.rotate(key, context.rotary)
         key, value = context.store.update(key, value.transpose(1, 2), layer, loop)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, math_attention)
-        out, weights = attend(self, query, key, value, context.mask, dropout=0.0, scaling=self.scaling)
+        out, weights = self.attend(query, key, value, context.mask)
         return self.o_proj(out.flatten(-2)), weights
 
 
@@ -112,7 +123,7 @@ class Block(GradientCheckpointingLayer):
         self.mlp = MLPS[config.mlp](config)
         self.mlp_norms = ResidualNorms(config)
 
-    def forward(self, x: Tensor, loop: int, context: LoopContext) -> Tensor:
+    def forward(self, x: Tensor, loop: Loop, context: LoopContext) -> Tensor:
         attended, _ = self.attention(self.attention_norms.pre(x), self.layer, loop, context)
         x = self.attention_norms.join(x, attended)
         return self.mlp_norms.join(x, self.mlp(self.mlp_norms.pre(x)))

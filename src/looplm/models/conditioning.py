@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from looplm.models.config import LoopLMConfig
+from looplm.models.context import Loop
 from looplm.models.mlp import DampedLinear
 
 
@@ -15,16 +16,17 @@ class LoopEmbedding(nn.Module):
         self.frequencies = (config.hidden_size + 1) // 2
         self.proj = DampedLinear(2 * self.frequencies, config.hidden_size, bias=False)
 
-    def forward(self, state: Tensor, loop: int) -> Tensor:
-        """state [B, S, D] at 1-based `loop` -> [B, S, D]."""
+    def forward(self, state: Tensor, loop: Loop) -> Tensor:
+        """state [B, S, D] at 1-based `loop`, one for all rows or one each [B] -> [B, S, D]."""
         steps = torch.arange(self.frequencies, device=state.device, dtype=torch.float32) / self.frequencies
-        angles = loop * 10_000.0**-steps
-        return state + self.proj(torch.cat([angles.sin(), angles.cos()]).to(state.dtype))
+        number = loop[:, None, None] if isinstance(loop, Tensor) else loop
+        angles = number * 10_000.0**-steps
+        return state + self.proj(torch.cat([angles.sin(), angles.cos()], dim=-1).to(state.dtype))
 
 
 class NoLoopEmbedding(nn.Module):
     """Every loop alike."""
 
-    def forward(self, state: Tensor, loop: int) -> Tensor:
+    def forward(self, state: Tensor, loop: Loop) -> Tensor:
         """state [B, S, D], untouched."""
         return state

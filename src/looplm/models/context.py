@@ -15,14 +15,18 @@ from looplm.models.noise import position_noise
 from looplm.models.rotary import Tables, rotary_tables
 
 AnyCache = Cache | PagedAttentionCache
+Loop = int | Tensor  # 1-based; a tensor [B] gives each row its own
 # What continuous batching passes, and `seq_idx` of padding-free collators, which restarting positions already say.
 _PAGED_ARGUMENTS = frozenset(PagedAttentionArgs.__annotations__) | {"seq_idx"}
 
 
 class KVStore(Protocol):
-    """Where keys and values [B, G, S, head_dim] go, and where all of them come back from [B, G, K, head_dim]."""
+    """Where keys and values [B, G, S, head_dim] go, and where all of them come back from [B, G, K, head_dim].
 
-    def update(self, key: Tensor, value: Tensor, layer: int, loop: int) -> tuple[Tensor, Tensor]:  # noqa: D102
+    A store of ours may take a loop for each row; transformers' caches take one for all, since `generate` runs in step.
+    """
+
+    def update(self, key: Tensor, value: Tensor, layer: int, loop: Any) -> tuple[Tensor, Tensor]:  # noqa: D102
         ...
 
 
@@ -86,7 +90,7 @@ class LoopContext:
     past_length: int
     state_seed: int | Tensor = 0
 
-    def noise(self, like: Tensor, std: float, stream: int = 0) -> Tensor:
+    def noise(self, like: Tensor, std: float, stream: Loop = 0) -> Tensor:
         """Truncated-normal noise shaped as `like` [B, S, D], fixed by the seed, the stream and each position."""
         return position_noise(self.position_ids, like.shape[-1], std, self.state_seed, stream).to(like)
 

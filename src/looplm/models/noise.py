@@ -10,27 +10,43 @@ _BELOW = math.erfc(_LIMIT / math.sqrt(2)) / 2  # probability of a normal below -
 _SEED, _STREAM = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
 
 
-def position_noise(position_ids: Tensor, size: int, std: float, seed: int | Tensor, stream: int = 0) -> Tensor:
-    """Truncated-normal noise [B, S, size], float32, for positions [B, S] under a seed, or a seed per row [B].
+def position_noise(
+    position_ids: Tensor, size: int, std: float, seed: int | Tensor, stream: int | Tensor = 0
+) -> Tensor:  # fmt: skip
+    """Truncated-normal noise [B, S, size], float32, for positions [B, S]; seed and stream as in `position_bits`.
 
-    A normal of standard deviation `std` cut at three of them. Every number is a hash of (seed, stream, position,
-    channel), so nothing is stored, no order of drawing matters, and the cost does not depend on the position. `stream`
-    0 is the start state, 1 and up the loops; who draws for another purpose takes a negative one.
+    A normal of standard deviation `std` cut at three of them.
     """
-    channels = torch.arange(size, device=position_ids.device)
-    key = _key(seed, stream)
-    counter = position_ids.long()[..., None] * _signed(0xA0761D6478BD642F) + channels * _signed(0xE7037ED1A0B428DB)
-    bits = _mix(_mix(counter + key) + key)
-    uniform = ((bits >> 40) & (2**24 - 1)).float() * 2**-24 + 2**-25
+    bits = position_bits(position_ids, size, seed, stream)
+    uniform = _shift(bits, 40).float() * 2**-24 + 2**-25
     between = _BELOW + uniform * (1 - 2 * _BELOW)
     return torch.erfinv(2 * between - 1) * (math.sqrt(2) * std)
 
 
-def _key(seed: int | Tensor, stream: int) -> int | Tensor:
-    """The int64 of a seed and a stream, or [B, 1, 1] of them; products wrap alike in both forms."""
-    if isinstance(seed, Tensor):
-        return seed.long()[:, None, None] * _signed(_SEED) + _signed(stream * _STREAM)
-    return _signed(seed * _SEED + stream * _STREAM)
+def position_gumbel(position_ids: Tensor, size: int, seed: int | Tensor, stream: int | Tensor) -> Tensor:
+    """Standard Gumbel noise [B, S, size], float64, for positions [B, S]; seed and stream as in `position_bits`."""
+    uniform = _shift(position_bits(position_ids, size, seed, stream), 11).double() * 2**-53 + 2**-54
+    return -torch.log(-torch.log(uniform))
+
+
+def position_bits(position_ids: Tensor, size: int, seed: int | Tensor, stream: int | Tensor) -> Tensor:
+    """64 random bits [B, S, size], int64, for positions [B, S] under a seed and a stream, or one of each per row [B].
+
+    Every number is a hash of (seed, stream, position, channel), so nothing is stored, no order of drawing matters, and
+    the cost does not depend on the position. Stream 0 is the start state, 1 and up the loops; who draws for another
+    purpose takes a negative one.
+    """
+    channels = torch.arange(size, device=position_ids.device)
+    key = _times(seed, _SEED) + _times(stream, _STREAM)
+    if isinstance(key, int):
+        key = _signed(key)
+    counter = position_ids.long()[..., None] * _signed(0xA0761D6478BD642F) + channels * _signed(0xE7037ED1A0B428DB)
+    return _mix(_mix(counter + key) + key)
+
+
+def _times(value: int | Tensor, factor: int) -> int | Tensor:
+    """The int64 product, [B, 1, 1] for a tensor [B]; it wraps alike in both forms."""
+    return value.long()[:, None, None] * _signed(factor) if isinstance(value, Tensor) else _signed(value * factor)
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -1,0 +1,125 @@
+"""A model's projections laid out for decoding: fused where several read one input, in the storage of the model itself."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from looplm.models import LoopLMForCausalLM
+from looplm.models.block import Attention
+from looplm.models.mlp import SwiGLU
+
+
+class Projection(nn.Module):
+    """y = x W^T + b, for the few rows of decoding."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., I] -> [..., O]."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class FusedAttention(Attention):
+    """The same attention with one product for queries, keys and values."""
+
+    def __init__(self, source: Attention) -> None:
+        nn.Module.__init__(self)
+        self.config, self.head_dim, self.scaling = source.config, source.head_dim, source.scaling
+        self.num_key_value_groups, self.rotate = source.num_key_value_groups, source.rotate
+        self.q_norm, self.k_norm = source.q_norm, source.k_norm
+        self.qkv = fused([source.q_proj, source.k_proj, source.v_proj])
+        self.o_proj = Projection(source.o_proj.weight, source.o_proj.bias)
+        heads, groups = source.config.num_attention_heads, source.config.num_key_value_heads
+        self.heads = [heads, groups, groups]
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One product, split."""
+        query, key, value = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=-2)
+        return query, key, value
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """PyTorch's fused attention."""
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=self.scaling, enable_gqa=self.num_key_value_groups > 1
+        )
+        return out.transpose(1, 2), None
+
+
+class FusedSwiGLU(nn.Module):
+    """SwiGLU with one product for gate and up."""
+
+    def __init__(self, source: SwiGLU) -> None:
+        super().__init__()
+        self.gate_up = fused([source.gate_proj, source.up_proj])
+        self.down_proj = Projection(source.down_proj.weight, source.down_proj.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., D] -> [..., D]."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+def for_decoding(model: LoopLMForCausalLM) -> LoopLMForCausalLM:
+    """A second model over the weights of `model`, whose projections are fused.
+
+    No weight is held twice: the parameters of `model` become parts of the fused matrices, so what is trained or loaded
+    into them is seen here (one layer's matrices exist twice while it is fused).
+    """
+    with torch.device("meta"):
+        twin = LoopLMForCausalLM(model.config)
+    for stack, ours in zip(_stacks(twin), _stacks(model), strict=True):
+        for block, source in zip(stack, ours, strict=True):
+            block.attention = FusedAttention(source.attention)
+            if isinstance(source.mlp, SwiGLU):
+                block.mlp = FusedSwiGLU(source.mlp)
+    fused_parts = (FusedAttention, FusedSwiGLU)
+    inside = {name for name, module in twin.named_modules() if isinstance(module, fused_parts)}
+    for name, parameter in model.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        if not any(owner == part or owner.startswith(f"{part}.") for part in inside):
+            setattr(twin.get_submodule(owner), leaf, parameter)
+    twin.tie_weights()
+    return twin.eval()
+
+
+def fused(layers: Sequence[nn.Linear]) -> Projection:
+    """Several linear maps of one input as one; their parameters become parts of its matrix."""
+    weight = _joined([layer.weight for layer in layers])
+    if all(layer.bias is None for layer in layers):
+        return Projection(weight)
+    # Huginn has biases on queries and keys alone.
+    zeros = [torch.zeros(len(layer.weight), dtype=weight.dtype, device=weight.device) for layer in layers]
+    biases = [zero if layer.bias is None else layer.bias for layer, zero in zip(layers, zeros, strict=True)]
+    return Projection(weight, _joined(biases))
+
+
+@torch.no_grad()
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """The parts end to end along the first axis; each then lies in the whole, and stays there if it did already."""
+    first = parts[0]
+    starts = [first.storage_offset()]
+    for part in parts[:-1]:
+        starts.append(starts[-1] + part.numel())
+    together = all(
+        part.is_contiguous() and part.storage_offset() == start and part.data_ptr() - first.data_ptr()
+        == (start - starts[0]) * first.element_size()
+        for part, start in zip(parts, starts, strict=True)
+    )  # fmt: skip
+    rows = sum(len(part) for part in parts)
+    if together and len({part.untyped_storage().data_ptr() for part in parts}) == 1:
+        return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+    whole = torch.cat([part.detach() for part in parts])
+    for part, piece in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+        part.data = piece
+    return whole
+
+
+def _stacks(model: LoopLMForCausalLM) -> tuple[nn.ModuleList, nn.ModuleList, nn.ModuleList]:
+    return model.model.prelude, model.model.core, model.model.coda

@@ -1,0 +1,141 @@
+"""Which row has which pages: tables, growth, folding after a prefill, and giving back."""
+
+from collections.abc import Hashable
+
+import numpy as np
+from torch import Tensor
+
+from looplm.engine.kv_policies import KVPolicy
+from looplm.engine.pages import BLANK, Block, Pages, PrefixCache
+from looplm.engine.requests import Row
+from looplm.engine.store import PAGE, Pool, fold
+from looplm.models import LoopLMConfig
+
+
+class Memory:
+    """The pools, their pages, and the tables [rows, tables, blocks] through which rows see them.
+
+    While a prompt is prefilled every loop has a table of its own; afterwards every slot of the policy. Prelude and coda
+    layers share a second pool with one table a row.
+    """
+
+    def __init__(
+        self, config: LoopLMConfig, like: Tensor, policy: KVPolicy, loops: int, rows: int, max_length: int,
+        budget: int,
+    ) -> None:  # fmt: skip
+        self.config, self.policy, self.loops = config, policy, loops
+        self.max_blocks = -(-max_length // PAGE)
+        edge_layers = config.prelude_layers + config.coda_layers
+        token = 2 * config.num_key_value_heads * config.head_dim * like.element_size() * PAGE
+        block = token * (config.core_layers * policy.slots(loops) + edge_layers)
+        blocks = min(max(budget // block, 1), rows * self.max_blocks + rows * (loops - policy.slots(loops)))
+        least = -(-loops // policy.slots(loops)) + 1  # one block of prompt, all loops of it
+        blocks = max(blocks, least)
+        self.core_pages = Pages(blocks * policy.slots(loops))
+        self.boundary_pages = Pages(blocks if edge_layers else 0)
+        self.has_boundary = edge_layers > 0
+        self.core = Pool(config.core_layers, self.core_pages.num_pages + 2, config, like)
+        self.boundary = Pool(edge_layers, self.boundary_pages.num_pages + 2, config, like)
+        self.slots = np.array([0, *(policy.slot(loop) for loop in range(1, loops + 1))])  # by loop
+        self.core_tables = np.zeros((rows, loops, self.max_blocks), dtype=np.int64)
+        self.boundary_tables = np.zeros((rows, self.max_blocks), dtype=np.int64)
+        # A mean is written over pages of the prompt, which nobody else may hold then.
+        self.prefixes = None if policy.keeps == "mean" else PrefixCache(self.core_pages, self.boundary_pages)
+
+    def check_fits(self, prompt: int, longest: int, loops: int) -> None:
+        """Refuse a request that could not be finished with all memory to itself."""
+        blocks, slots = -(-longest // PAGE), self.policy.slots(loops)
+        during_prefill = -(-prompt // PAGE) * loops
+        core = max(during_prefill, blocks * slots)
+        if core > self.core_pages.num_pages or (self.has_boundary and blocks > self.boundary_pages.num_pages):
+            fit = min(self.core_pages.num_pages // slots, self.max_blocks) * PAGE
+            raise ValueError(
+                f"prompt and completion of {longest} tokens do not fit into the key/value memory, which holds about "
+                f"{fit} tokens of one request at {loops} loops; raise kv_bytes or lower max_tokens"
+            )
+
+    def admit(self, row: Row, blocks: list[tuple[int, ...]], alone: bool) -> bool:
+        """Give `row` (its number is set) pages for its prompt, whose full `blocks` may be known; False if too few.
+
+        A row that is not alone leaves a block free for every row to grow into.
+        """
+        loops = row.request.loops
+        found = [] if self.prefixes is None else self.prefixes.find(self.root(row), blocks)
+        for block in found:
+            self._append(row, block)
+        spare = 0 if alone else 1
+        if not self._available(
+            (row.prompt_blocks - len(found) + spare) * loops, row.prompt_blocks - len(found) + spare
+        ):
+            self.release(row)
+            return False
+        for _ in range(row.prompt_blocks - len(found)):
+            self._append(row, self._take(loops))
+        row.prefilled = len(found)
+        return True
+
+    def grow(self, row: Row) -> bool:
+        """One block more for `row`; False if there is none, even among prompts that may come again."""
+        slots = self.policy.slots(row.request.loops)
+        if not self._available(slots, 1):
+            return False
+        self._append(row, self._take(slots))
+        return True
+
+    def remember(self, row: Row, blocks: list[tuple[int, ...]]) -> None:
+        """Keep the prompt's full blocks for prompts that begin like it; before `fold`."""
+        if self.prefixes is not None:
+            self.prefixes.add(self.root(row), blocks, row.blocks[: len(blocks)])
+
+    def fold(self, row: Row) -> None:
+        """After the prefill: give back the pages of loops that the policy does not keep."""
+        loops = row.request.loops
+        if self.policy.slots(loops) == loops:
+            return
+        by_loop = list(zip(*(block.core for block in row.blocks), strict=True))
+        kept = fold(self.core, self.policy, by_loop)
+        blocks, row.blocks = row.blocks, []
+        self._blank(row)
+        for block in blocks:
+            stays = tuple(block.core[loop - 1] for loop in kept)
+            self.core_pages.release([page for page in block.core if page not in stays])
+            self._append(row, Block(stays, block.boundary))
+
+    def release(self, row: Row) -> None:
+        """Take all pages from `row`."""
+        for block in row.blocks:
+            self.core_pages.release(block.core)
+            self.boundary_pages.release(block.boundary)
+        row.blocks, row.prefilled = [], 0
+        self._blank(row)
+
+    def root(self, row: Row) -> Hashable:
+        """What the pages of a prompt depend on besides its tokens."""
+        return row.request.loops, self.policy, row.request.state_seed
+
+    def _append(self, row: Row, block: Block) -> None:
+        place = len(row.blocks)
+        self.core_tables[row.number, : len(block.core), place] = block.core
+        if block.boundary:
+            self.boundary_tables[row.number, place] = block.boundary[0]
+        row.blocks.append(block)
+
+    def _blank(self, row: Row) -> None:
+        """No page of a row of before may be seen through this row's tables, even behind a mask."""
+        self.core_tables[row.number] = BLANK
+        self.boundary_tables[row.number] = BLANK
+
+    def _take(self, tables: int) -> Block:
+        core = self.core_pages.take(tables)
+        boundary = self.boundary_pages.take(1) if self.has_boundary else []
+        self.core.clear(core)
+        self.boundary.clear(boundary)
+        return Block(tuple(core), tuple(boundary))
+
+    def _available(self, core: int, boundary: int) -> bool:
+        """Whether so many pages are free, once what is only remembered has given way."""
+        boundary = boundary if self.has_boundary else 0
+        while self.core_pages.num_free < core or self.boundary_pages.num_free < boundary:
+            if self.prefixes is None or not self.prefixes.evict():
+                return False
+        return True

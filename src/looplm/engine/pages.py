@@ -1,0 +1,144 @@
+"""Which pages of the key/value pools are free, who uses the others, and which hold prompts that may come again."""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+BLANK, SCRATCH = 0, 1  # nobody's pages: what tables name where a row has no page, and what padding writes to
+
+
+class Pages:
+    """A free list over `num_pages` pages, beside nobody's two, and the users of each; the lowest free ones go first."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.users = [1, 1] + [0] * num_pages
+        self._free = list(range(2, num_pages + 2))
+
+    @property
+    def num_free(self) -> int:
+        """Pages that nobody uses."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """`count` free pages, each now with one user; the caller has seen that there are as many."""
+        assert count <= len(self._free), "more pages were taken than are free"
+        taken = [heapq.heappop(self._free) for _ in range(count)]
+        for page in taken:
+            self.users[page] = 1
+        return taken
+
+    def share(self, pages: Sequence[int]) -> None:
+        """One more user of pages in use."""
+        for page in pages:
+            assert self.users[page] > 0, "a free page was shared"
+            self.users[page] += 1
+
+    def release(self, pages: Sequence[int]) -> list[int]:
+        """One user less; the pages that are free now."""
+        freed = []
+        for page in pages:
+            assert page > SCRATCH and self.users[page] > 0, "a page was released twice"
+            self.users[page] -= 1
+            if self.users[page] == 0:
+                heapq.heappush(self._free, page)
+                freed.append(page)
+        return freed
+
+
+@dataclass(frozen=True)
+class Block:
+    """The pages of one block of tokens: in the core's pool one for each table, in the boundary's pool at most one."""
+
+    core: tuple[int, ...]
+    boundary: tuple[int, ...]
+
+
+@dataclass
+class _Entry:
+    block: Block
+    parent: int
+    key: tuple[int, Hashable]
+    children: int = 0
+
+
+class PrefixCache:
+    """Blocks of prompts that were prefilled, found again by their tokens and everything before them.
+
+    A chain starts at a root: whatever else decides what the pages hold (depth, KV policy, start seed). Entries are users
+    of their pages; the least recently used leaves give way when pages run out.
+    """
+
+    def __init__(self, core: Pages, boundary: Pages) -> None:
+        self.core, self.boundary = core, boundary
+        self._ids: dict[tuple[int, Hashable], int] = {}
+        self._roots: dict[Hashable, int] = {}
+        self._entries: OrderedDict[int, _Entry] = OrderedDict()
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, root: Hashable, blocks: Sequence[tuple[int, ...]]) -> list[Block]:
+        """The pages of the longest known beginning of `blocks`; the caller becomes a user of them."""
+        found = []
+        parent = self._root(root)
+        for tokens in blocks:
+            number = self._ids.get((parent, tokens))
+            if number is None:
+                break
+            self._entries.move_to_end(number)
+            found.append(self._entries[number].block)
+            parent = number
+        for block in found:
+            self.core.share(block.core)
+            self.boundary.share(block.boundary)
+        return found
+
+    def add(self, root: Hashable, blocks: Sequence[tuple[int, ...]], pages: Sequence[Block]) -> None:
+        """Remember the pages of `blocks`; those that are known already stay as they are."""
+        parent = self._root(root)
+        for tokens, block in zip(blocks, pages, strict=True):
+            key = (parent, tokens)
+            if key not in self._ids:
+                self.core.share(block.core)
+                self.boundary.share(block.boundary)
+                self._ids[key] = self._next
+                self._entries[self._next] = _Entry(block, parent, key)
+                if parent in self._entries:
+                    self._entries[parent].children += 1
+                self._next += 1
+            parent = self._ids[key]
+
+    def evict(self) -> bool:
+        """Give up the oldest leaf that nobody else uses; False if there is none."""
+        for number, entry in self._entries.items():
+            shared = any(self.core.users[page] > 1 for page in entry.block.core)
+            if entry.children == 0 and not shared:
+                self._drop(number, entry)
+                return True
+        return False
+
+    def clear(self) -> None:
+        """Forget everything: the weights have changed."""
+        for entry in self._entries.values():
+            self.core.release(entry.block.core)
+            self.boundary.release(entry.block.boundary)
+        self._entries.clear()
+        self._ids.clear()
+        self._roots.clear()
+
+    def evictable(self) -> int:
+        """Blocks that could be given up, one after the other, if need be."""
+        return sum(all(self.core.users[page] == 1 for page in entry.block.core) for entry in self._entries.values())
+
+    def _drop(self, number: int, entry: _Entry) -> None:
+        del self._entries[number], self._ids[entry.key]
+        if entry.parent in self._entries:
+            self._entries[entry.parent].children -= 1
+        self.core.release(entry.block.core)
+        self.boundary.release(entry.block.boundary)
+
+    def _root(self, root: Hashable) -> int:
+        return self._roots.setdefault(root, -1 - len(self._roots))

@@ -1,0 +1,186 @@
+"""How a token is chosen from logits: a pure function of them, the text so far, a seed and the token's place.
+
+No generator is drawn from, so what a request gets depends on no other one, and a speculated token that is proposed from
+an earlier loop under the same noise is the one that the last loop will choose as often as their distributions allow
+(Gumbel coupling, arXiv 2408.07978).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from looplm.models.noise import position_gumbel
+from looplm.models.precision import at_least_float32
+
+_SAMPLING = -2  # the noise stream of sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """What one request asks of the sampler, in vLLM's words.
+
+    max_tokens, min_tokens: of the completion; no end or stop before `min_tokens`.
+    temperature: 0 is greedy · top_k: 0 is off · top_p, min_p: nucleus, and the least share of the largest probability.
+    repetition_penalty: divides (multiplies) positive (negative) logits of tokens in prompt or completion;
+        presence_penalty, frequency_penalty: subtracted once, or per occurrence, for tokens of the completion.
+    logit_bias: added to the logits of token ids · seed: of this request; None draws from the engine's own seed.
+    stop: strings that end the text and are left out of it · stop_token_ids: ids that end it, beyond the model's.
+    ignore_eos: go on past the model's end tokens · n: completions of each prompt.
+    logprobs: how many alternatives to report with every token, beside its own log-probability under the raw logits.
+    """
+
+    max_tokens: int = 64
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    logprobs: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_tokens", 1), ("min_tokens", 0), ("n", 1), ("top_k", 0), ("logprobs", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+        for name, low, high in (
+            ("temperature", 0, math.inf),
+            ("min_p", 0, 1),
+            ("presence_penalty", -math.inf, math.inf),
+            ("frequency_penalty", -math.inf, math.inf),
+        ):
+            if not low <= getattr(self, name) <= high or math.isinf(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)} must be a number from {low} to {high}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1, which is off")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be a number above 0; 1 is off")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed} must be at least 0 and below 2**63")
+        if "" in self.stops:
+            raise ValueError("stop holds an empty string, which every text contains")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the logits alone decide, greedily."""
+        return self.temperature == 0 and not self.edits
+
+    @property
+    def edits(self) -> bool:
+        """Whether logits are changed before anything is chosen."""
+        penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return penalties or bool(self.logit_bias) or self.min_tokens > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """One token to choose: by whose rules, under which seed, as which of the completion, after which text.
+
+    ends: ids that may not come yet (`min_tokens`).
+    """
+
+    params: SamplingParams
+    seed: int
+    index: int
+    prompt: Sequence[int]
+    made: Sequence[int]
+    ends: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """Tokens [R] with their log-probabilities [R] under the raw logits, and how far the best logit led [R]."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    leads: list[float]
+
+
+def choose(logits: Tensor, asked: Sequence[Asked]) -> Chosen:
+    """A token for each row of `logits` [R, V]."""
+    wide = at_least_float32(logits)
+    best = wide.topk(min(2, wide.shape[-1]), dim=-1)
+    tokens = best.indices[:, 0].clone()
+    others = [row for row, ask in enumerate(asked) if not ask.params.plain]
+    if others:
+        edited = torch.stack([_edited(wide[row], asked[row]) for row in others])
+        tokens[others] = _drawn(edited, [asked[row] for row in others])
+    chosen = wide.gather(-1, tokens[:, None])[:, 0]
+    leads = (best.values[:, 0] - best.values[:, -1]).tolist() if wide.shape[-1] > 1 else [math.inf] * len(asked)
+    return Chosen(tokens=tokens.tolist(), logprobs=(chosen - wide.logsumexp(-1)).tolist(), leads=leads)
+
+
+def best_alternatives(logits: Tensor, num: int) -> list[tuple[int, float]]:
+    """The `num` likeliest tokens of one row of logits [V], with their log-probabilities."""
+    best = at_least_float32(logits).log_softmax(-1).topk(min(num, logits.shape[-1]))
+    return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+
+
+def _edited(logits: Tensor, ask: Asked) -> Tensor:
+    """One row [V] under the request's penalties, biases and bans."""
+    params = ask.params
+    if not params.edits:
+        return logits
+    logits = logits.clone()
+    if params.repetition_penalty != 1:
+        met = torch.tensor(sorted({*ask.prompt, *ask.made}), device=logits.device)
+        found = logits[met]
+        logits[met] = torch.where(found > 0, found / params.repetition_penalty, found * params.repetition_penalty)
+    if ask.made and (params.presence_penalty or params.frequency_penalty):
+        counts = torch.bincount(torch.tensor(ask.made, device=logits.device), minlength=len(logits)).to(logits.dtype)
+        logits = logits - params.presence_penalty * (counts > 0) - params.frequency_penalty * counts
+    for token, bias in params.logit_bias.items():
+        logits[token] += bias
+    if ask.index < params.min_tokens:
+        logits[sorted(ask.ends)] = -math.inf
+    return logits
+
+
+def _drawn(logits: Tensor, asked: Sequence[Asked]) -> Tensor:
+    """argmax(log p + Gumbel noise) over the tokens that the filters leave, or the likeliest at temperature 0."""
+    device = logits.device
+    temperatures = torch.tensor([ask.params.temperature for ask in asked], device=device, dtype=torch.float64)
+    greedy = temperatures == 0
+    scores = logits.double() / torch.where(greedy, 1.0, temperatures)[:, None]
+    scores = _filtered(scores, [ask.params for ask in asked])
+    if bool(greedy.all()):
+        return scores.argmax(-1)
+    seeds = torch.tensor([ask.seed for ask in asked], device=device)
+    places = torch.tensor([[ask.index] for ask in asked], device=device)
+    noise = position_gumbel(places, logits.shape[-1], seeds, _SAMPLING)[:, 0]
+    return torch.where(greedy[:, None], scores, scores + noise).argmax(-1)
+
+
+def _filtered(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """`scores` [R, V] with -inf for what top-k, then top-p, then min-p leaves out (vLLM's order; min-p on its own)."""
+    if all(one.top_k == 0 and one.top_p == 1 and one.min_p == 0 for one in params):
+        return scores
+    size, device = scores.shape[-1], scores.device
+    ranked, order = scores.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(size, device=device)
+    most = torch.tensor([one.top_k or size for one in params], device=device)[:, None]
+    kept = ranks < most
+    probs = ranked.masked_fill(~kept, -math.inf).softmax(-1)
+    top_p = torch.tensor([one.top_p for one in params], device=device, dtype=torch.float64)[:, None]
+    # The first token always stays; so does each whose predecessors do not reach top_p yet.
+    kept &= (probs.cumsum(-1) - probs < top_p) | (top_p >= 1)
+    min_p = torch.tensor([one.min_p for one in params], device=device, dtype=torch.float64)[:, None]
+    kept &= probs >= min_p * probs[:, :1]
+    return scores.masked_fill(~torch.zeros_like(kept).scatter(-1, order, kept), -math.inf)

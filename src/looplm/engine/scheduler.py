@@ -1,0 +1,118 @@
+"""Which rows are in, which wait, and whose turn it is: everything of the engine that computes nothing."""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from looplm.engine.memory import Memory
+from looplm.engine.requests import Lane, Row
+from looplm.engine.store import PAGE
+
+Block = tuple[Row, int]
+
+
+class Scheduler:
+    """First come, first served; where pages run out the youngest row waits again.
+
+    rows: in order of admission · width: tokens of one row in the loop at most.
+    """
+
+    def __init__(self, memory: Memory, max_rows: int, width: int) -> None:
+        self.memory, self.width = memory, width
+        self.waiting: deque[Row] = deque()
+        self.rows: list[Row] = []
+        self.entering: list[Lane] = []
+        self.preemptions = 0
+        self._numbers, self._lanes = list(range(max_rows)), list(range(max_rows * width))
+
+    def admit(self) -> list[Row]:
+        """Let in whom there is place for."""
+        admitted = []
+        while self.waiting and self._numbers:
+            row = self.waiting[0]
+            row.number = self._numbers[-1]
+            if not self.memory.admit(row, full_blocks(row), alone=not self.rows):
+                break
+            self._numbers.pop()
+            self.rows.append(self.waiting.popleft())
+            admitted.append(row)
+        return admitted
+
+    def prompt_blocks(self, budget: int) -> dict[int, list[Block]]:
+        """The next blocks to prefill, oldest rows first, at most `budget`; by the depth of their requests."""
+        found: dict[int, list[Block]] = {}
+        for row in self.rows:
+            blocks = range(row.prefilled, min(row.prompt_blocks, row.prefilled + budget))
+            budget -= len(blocks)
+            if blocks:
+                found.setdefault(row.request.loops, []).extend((row, block) for block in blocks)
+        return found
+
+    def follow(self, row: Row, token: int, position: int) -> None:
+        """`token` is the row's next one to enter."""
+        lane = self.lane(row, token, position)
+        row.lanes.append(lane)
+        self.entering.append(lane)
+
+    def lane(self, row: Row, token: int, position: int) -> Lane:
+        """A lane for a token of `row`."""
+        return Lane(
+            row=row, number=self._lanes.pop(), token=token, position=position, last=row.request.loops,
+            forced=row.forced_loops(row.index(position)),
+        )  # fmt: skip
+
+    def placed(self) -> list[Lane]:
+        """The lanes that enter now, each with a page for its position; younger rows give theirs up for it."""
+        entering, self.entering = self.entering, []
+        order = {id(row): place for place, row in enumerate(self.rows)}
+        entering = [lane for lane in entering if not lane.dropped]
+        for lane in sorted(entering, key=lambda lane: (order[id(lane.row)], lane.position)):
+            while not lane.dropped and lane.position >= len(lane.row.blocks) * PAGE:
+                if not self.memory.grow(lane.row):
+                    self._preempt(self.rows[-1])
+        return [lane for lane in entering if not lane.dropped]
+
+    def drop(self, lanes: Iterable[Lane]) -> None:
+        """The lanes' tokens are not to be, or are done."""
+        for lane in lanes:
+            lane.dropped = True
+            self._lanes.append(lane.number)
+
+    def remove(self, row: Row) -> None:
+        """Take back all that `row` holds."""
+        self.drop(row.lanes)
+        row.lanes.clear()
+        if row in self.rows:
+            self.rows.remove(row)
+            self.memory.release(row)
+            self._numbers.append(row.number)
+        else:
+            self.waiting.remove(row)
+
+    def _preempt(self, row: Row) -> None:
+        """Back to the front of the queue; what it has made is made again, alike, when it comes back."""
+        self.preemptions += 1
+        self.remove(row)
+        row.done, row.last_state = 0, None
+        self.waiting.appendleft(row)
+
+
+def full_blocks(row: Row) -> list[tuple[int, ...]]:
+    """The prompt's blocks that other prompts may share: full ones, but never the last token, whose states count."""
+    prompt = row.request.prompt
+    return [prompt[start : start + PAGE] for start in range(0, (len(prompt) - 1) // PAGE * PAGE, PAGE)]
+
+
+def readable(row: Row, in_order: bool) -> list[Lane]:
+    """Lanes of `row` that have left and are to be read out; `in_order` where a coda reads those before them."""
+    found = []
+    for lane in row.lanes:
+        if lane.left and not lane.settled:
+            found.append(lane)
+        elif in_order and not lane.settled:
+            break
+    return found
+
+
+def looping(rows: Sequence[Row]) -> list[Lane]:
+    """The lanes that are in the loop."""
+    return [lane for row in rows for lane in row.lanes if lane.entered and not lane.left]

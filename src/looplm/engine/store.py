@@ -1,0 +1,121 @@
+"""The key/value pools, and the store that hands a call's attention the pages of its rows.
+
+Shapes: N blocks of S tokens, P pages a row, G key/value heads, H head width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from looplm.engine.kv_policies import KVPolicy, kept_loop
+from looplm.models import LoopLMConfig
+
+PAGE = 16  # tokens; float32 attention on CPU is bit-equal whatever multiple of it the keys are padded to
+
+
+class Pool:
+    """Keys and values of so many layers: [layers, pages, PAGE, G, H] each."""
+
+    def __init__(self, layers: int, pages: int, config: LoopLMConfig, like: Tensor) -> None:
+        shape = (layers, pages, PAGE, config.num_key_value_heads, config.head_dim)
+        self.keys, self.values = (torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(2))
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Zeros, for a new owner: what is not a number would reach it even behind a mask."""
+        if self.keys.shape[0] and pages:
+            self.keys[:, list(pages)] = 0
+            self.values[:, list(pages)] = 0
+
+    def copy(self, source: Tensor, target: Tensor, offsets: Tensor) -> None:
+        """The token at each `offsets` of pages `source`, in all layers, to the same place of pages `target`; all [X]."""
+        self.keys[:, target, offsets] = self.keys[:, source, offsets]
+        self.values[:, target, offsets] = self.values[:, source, offsets]
+
+    def average(self, sources: Tensor, target: Tensor) -> None:
+        """The mean of pages `sources` [loops, X] to pages `target` [X]."""
+        self.keys[:, target] = self.keys[:, sources].mean(1)
+        self.values[:, target] = self.values[:, sources].mean(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where a call's tokens lie in one pool.
+
+    tables: [N, P], or [1, P] where all blocks are of one row: the pages of each block's row, in order.
+    write: [N * S], page * PAGE + offset of each token.
+    """
+
+    tables: Tensor
+    write: Tensor
+
+    def read(self, plane: Tensor) -> Tensor:
+        """All of the rows' tokens, [N or 1, G, P * PAGE, H], of `plane` [pages, PAGE, G, H]."""
+        rows, pages = self.tables.shape
+        found = plane.index_select(0, self.tables.flatten())
+        return found.view(rows, pages * PAGE, *plane.shape[2:]).transpose(1, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedStore:
+    """The KV seam of one call at one loop (or a loop for each block): writes the call's tokens, reads their rows' all.
+
+    core, boundary: the pools, and where the call's tokens lie in each · first: the first core layer's number.
+    sharing: the rule by which loops share a slot, None while prefill keeps every loop · loop: [N], with `sharing` only.
+    own: [N], the place of the token itself among its row's tokens, with `sharing` only (S is 1 then).
+    """
+
+    core: Pool
+    boundary: Pool
+    core_places: Places
+    boundary_places: Places | None
+    first: int
+    layers: int
+    sharing: KVPolicy | None = None
+    loop: Tensor | None = None
+    own: Tensor | None = None
+
+    def update(self, key: Tensor, value: Tensor, layer: int, loop: int | Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [N, G, S, H] of one layer -> those of their rows [N, G, P * PAGE, H]."""
+        if self.first <= layer < self.first + self.layers:
+            return self._core(key, value, layer - self.first)
+        assert self.boundary_places is not None
+        number = layer if layer < self.first else layer - self.layers
+        return _exchange(self.boundary, number, self.boundary_places, key, value)
+
+    def _core(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        keeps = "newest" if self.sharing is None else self.sharing.keeps
+        if keeps == "newest":
+            return _exchange(self.core, layer, self.core_places, key, value)
+        assert self.loop is not None and self.own is not None
+        found = []
+        for plane, new in ((self.core.keys[layer], key), (self.core.values[layer], value)):
+            flat, now, places = plane.flatten(0, 1), new[:, :, 0], self.core_places.write
+            held, weight = flat[places], (1 / self.loop)[:, None, None].to(now.dtype)
+            kept = torch.where(weight == 1, now, held if keeps == "first" else torch.lerp(held, now, weight))
+            flat[places] = kept
+            seen = self.core_places.read(plane)
+            seen[torch.arange(len(now), device=now.device), :, self.own] = now  # a token sees itself as it is
+            found.append(seen)
+        return found[0], found[1]
+
+
+def fold(pool: Pool, policy: KVPolicy, pages: Sequence[Sequence[int]]) -> list[int]:
+    """Of the pages [loops][X] that a prefill filled, the loop [slots] whose pages each slot keeps; a mean is written there."""
+    loops = len(pages)
+    kept = [kept_loop(policy, slot, loops) for slot in range(policy.slots(loops))]
+    if policy.keeps == "mean":
+        every = torch.tensor(pages, device=pool.keys.device)
+        pool.average(every, every[kept[0] - 1])
+    return kept
+
+
+def _exchange(pool: Pool, layer: int, places: Places, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    rows = key.shape[0]
+    found = []
+    for plane, new in ((pool.keys[layer], key), (pool.values[layer], value)):
+        plane.flatten(0, 1)[places.write] = new.transpose(1, 2).flatten(0, 1)
+        seen = places.read(plane)
+        found.append(seen if len(seen) == rows else seen.expand(rows, -1, -1, -1))
+    return found[0], found[1]
