@@ -1,14 +1,38 @@
 """looplm: looped language models, whose depth of thought is chosen at run time."""
 
 from looplm.data.tokenizer import load_tokenizer
+from looplm.engine import (
+    AnyOf,
+    Engine,
+    EntropyBelow,
+    ExitCDF,
+    FixedLoops,
+    LogitsKL,
+    Margin,
+    SamplingParams,
+    SecondDifference,
+    Speculation,
+    StateConverged,
+)
 from looplm.models import LoopLMConfig, LoopLMForCausalLM, LoopLMModel, LoopOutput, load, save
 
 __version__ = "0.1.0"
 __all__ = [
+    "AnyOf",
+    "Engine",
+    "EntropyBelow",
+    "ExitCDF",
+    "FixedLoops",
+    "LogitsKL",
     "LoopLMConfig",
     "LoopLMForCausalLM",
     "LoopLMModel",
     "LoopOutput",
+    "Margin",
+    "SamplingParams",
+    "SecondDifference",
+    "Speculation",
+    "StateConverged",
     "__version__",
     "load",
     "load_tokenizer",

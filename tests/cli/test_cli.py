@@ -55,7 +55,7 @@ def test_generate_equals_the_library(checkpoint):
     wanted = looplm.load(checkpoint).generate(ids, max_new_tokens=5, loops=2, do_sample=False)[0, ids.shape[1] :]
     made = json.loads(run("generate", checkpoint, "some", "--loops", 2, "--max-tokens", 5, "--json").output)
     assert made["tokens"] == wanted.tolist()
-    assert made["loops_per_token"] is None
+    assert made["loops_per_token"] == [2] * 5
     exits = json.loads(run("generate", checkpoint, "some", "--exit", 0.5, "--max-tokens", 5, "--json").output)
     assert len(exits["loops_per_token"]) == 5
     assert set(exits["loops_per_token"]) <= {1, 2, 3}

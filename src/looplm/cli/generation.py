@@ -1,49 +1,86 @@
-"""`looplm generate`: a prompt continued by transformers' generate, or token by token with exits."""
+"""`looplm generate`: a prompt continued by the engine, each token at its own depth."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
-import torch
+import typer
 
-from looplm.analysis.exit_decoding import decode_with_exits
 from looplm.cli.paths import open_checkpoint
 from looplm.data.tokenizer import load_tokenizer
+from looplm.engine import DepthPolicy, Engine, ExitCDF, FixedLoops, SamplingParams, Speculation, TokenEvent
+from looplm.engine.calibration import load_calibration
 from looplm.models import load
-from looplm.models.tokens import end_token_ids
 
 
 @dataclass(frozen=True, kw_only=True)
 class Continuation:
-    """What was made; `loops_per_token` is None where every token ran all loops."""
+    """What was made, and the loops that each token did."""
 
     text: str
     tokens: list[int]
-    loops_per_token: list[int] | None
+    loops_per_token: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Depth:
+    """How the user says when tokens leave: a fixed count, an exit threshold, or what was calibrated; all loops else."""
+
+    loops: int | None = None
+    exit_threshold: float | None = None
+    calibrated: bool = False
+
+    def policy(self, folder: Path, loops: int) -> tuple[DepthPolicy, int]:
+        """The policy, and the most loops that it may ask for."""
+        if self.calibrated:
+            if self.loops is not None or self.exit_threshold is not None:
+                raise ValueError("--calibrated brings its own depth; leave --loops and --exit out")
+            found = load_calibration(folder)
+            return found.policy(), found.max_loops
+        most = self.loops or loops
+        return (FixedLoops(most) if self.exit_threshold is None else ExitCDF(self.exit_threshold)), most
+
+
+def stream_prompt(
+    checkpoint: str, prompt: str, depth: Depth, sampling: SamplingParams, kv: str, speculate: bool
+) -> Iterator[TokenEvent]:  # fmt: skip
+    """The events of continuing `prompt`."""
+    folder = open_checkpoint(checkpoint)
+    model, tokenizer = load(folder), load_tokenizer(folder)
+    policy, loops = depth.policy(Path(folder), model.config.loops)
+    length = len(tokenizer(prompt, add_special_tokens=False)["input_ids"]) + sampling.max_tokens
+    engine = Engine(
+        model, tokenizer, depth=policy, kv=kv, loops=loops, max_rows=1, max_length=max(length, 1),
+        kv_bytes=2**40, speculate=Speculation() if speculate else None,
+    )  # fmt: skip
+    return engine.stream(prompt, sampling)
 
 
 def continue_prompt(
-    checkpoint: str, prompt: str, loops: int | None, exit_threshold: float | None, max_tokens: int,
-    temperature: float, seed: int,
+    checkpoint: str, prompt: str, depth: Depth, sampling: SamplingParams, kv: str = "full", speculate: bool = False
 ) -> Continuation:  # fmt: skip
-    """Continue `prompt` at a fixed depth, or read each token at its own exit loop."""
-    folder = open_checkpoint(checkpoint)
-    model = load(folder)
-    tokenizer = load_tokenizer(folder)
-    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"].long()
-    if ids.shape[1] == 0:
-        raise ValueError("the prompt is empty; give at least one token")
-    ends = end_token_ids(model, tokenizer.eos_token_id)
-    if exit_threshold is not None:
-        generator = torch.Generator().manual_seed(seed)
-        made = decode_with_exits(model, ids, exit_threshold, max_tokens, temperature, loops, generator, ends)
-        tokens, depths = [token.token for token in made], [token.loop for token in made]
-    else:
-        torch.manual_seed(seed)
-        sampling: dict[str, Any] = (
-            {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-        )
-        whole = model.generate(
-            ids, max_new_tokens=max_tokens, loops=loops, eos_token_id=sorted(ends) or None, **sampling
-        )
-        tokens, depths = whole[0, ids.shape[1] :].tolist(), None
-    return Continuation(text=str(tokenizer.decode(tokens)), tokens=tokens, loops_per_token=depths)
+    """Continue `prompt`, and wait for the end."""
+    done = None
+    for event in stream_prompt(checkpoint, prompt, depth, sampling, kv, speculate):
+        done = event.completion or done
+    assert done is not None
+    if done.error is not None:
+        raise ValueError(f"the completion failed: {done.error}")
+    return Continuation(text=done.text or "", tokens=done.token_ids, loops_per_token=done.loops)
+
+
+def print_stream(
+    checkpoint: str, prompt: str, depth: Depth, sampling: SamplingParams, kv: str, speculate: bool
+) -> None:  # fmt: skip
+    """Write the text as it comes, and at its end how deep its tokens went."""
+    events = stream_prompt(checkpoint, prompt, depth, sampling, kv, speculate)
+    typer.echo(prompt, nl=False)
+    for event in events:
+        if not event.provisional:
+            typer.echo(event.text, nl=False)
+        if event.completion is not None:
+            typer.echo()
+            if event.completion.error is not None:
+                raise ValueError(f"the completion failed: {event.completion.error}")
+            loops = event.completion.loops
+            typer.echo(f"[{len(loops)} tokens, {sum(loops) / len(loops):.2f} mean loops]", err=True)

@@ -114,27 +114,59 @@ def _report(done: "RunResult") -> None:
 def generate(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint, a run folder or a hub id.")],
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
-    loops: Annotated[int | None, typer.Option(help="Loops per token; the model's own by default.")] = None,
+    loops: Annotated[int | None, typer.Option(min=1, help="Loops per token; the model's own by default.")] = None,
     exit_threshold: Annotated[
         float | None,
-        typer.Option("--exit", min=0.0, max=1.0, help="Read each token at the first loop whose exit CDF reaches this."),
+        typer.Option("--exit", min=0.0, max=1.0, help="Leave at the first loop whose exit CDF reaches this."),
     ] = None,
+    calibrated: Annotated[bool, typer.Option(help="Leave by what `looplm calibrate` found.")] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to make at most.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(max=1.0, help="The nucleus to sample from.")] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be given again.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
+    kv: Annotated[str, typer.Option(help="How loops share keys and values: full, last, averaged, first.")] = "full",
+    speculate: Annotated[bool, typer.Option(help="Start tokens early; the same text, faster.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a prompt."""
-    from looplm.cli.generation import continue_prompt
+    """Continue a prompt, each token at its own depth."""
+    from looplm.cli.generation import Depth, continue_prompt, print_stream
+    from looplm.engine import SamplingParams
 
-    made = continue_prompt(checkpoint, prompt, loops, exit_threshold, max_tokens, temperature, seed)
+    depth = Depth(loops=loops, exit_threshold=exit_threshold, calibrated=calibrated)
+    sampling = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=tuple(stop or ()), seed=seed
+    )
     if as_json:
-        typer.echo(json.dumps(asdict(made)))
+        typer.echo(json.dumps(asdict(continue_prompt(checkpoint, prompt, depth, sampling, kv, speculate))))
+    else:
+        print_stream(checkpoint, prompt, depth, sampling, kv, speculate)
+
+
+@app.command()
+@one_line_errors
+def calibrate(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint or a run folder.")],
+    text: Annotated[str | None, typer.Argument(help="Text to measure on; Python's own manual by default.")] = None,
+    policy: Annotated[str, typer.Option(help="Whose threshold: exit_cdf, state_converged, logits_kl, ...")] = "exit_cdf",
+    mean_loops: Annotated[float | None, typer.Option(help="The mean loops of a token to aim at.")] = None,
+    loss: Annotated[float | None, typer.Option(help="Or the loss in nats a token not to exceed.")] = None,
+    min_loops: Annotated[int | None, typer.Option(min=1, help="No token leaves before.")] = None,
+    max_loops: Annotated[int | None, typer.Option(min=1, help="The last loop; the model's by default.")] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text to look at.")] = 8192,
+    as_json: AsJson = False,
+) -> None:
+    """Find the exit threshold that gives a mean depth or a loss, and keep it with the model."""
+    from looplm.cli.calibration import calibrate_checkpoint
+
+    found, path = calibrate_checkpoint(checkpoint, text, policy, mean_loops, loss, min_loops, max_loops, tokens)
+    if as_json:
+        typer.echo(json.dumps(asdict(found)))
         return
-    typer.echo(prompt + made.text)
-    if made.loops_per_token is not None:
-        mean = sum(made.loops_per_token) / len(made.loops_per_token)
-        typer.echo(f"[{len(made.loops_per_token)} tokens, {mean:.2f} mean loops]", err=True)
+    console = Console()
+    rows = [{"loops": loop, "loss": f"{value:.4f}"} for loop, value in enumerate(found.loss_by_loop, start=1)]
+    print_rows(console, [*rows, {"loops": f"{found.mean_loops:.2f} on average", "loss": f"{found.loss:.4f}"}])
+    console.print(f"{found.policy()} on {found.tokens} tokens; kept in {path}", highlight=False)
 
 
 @app.command()

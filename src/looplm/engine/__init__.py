@@ -1,27 +1,23 @@
 """The engine: continuous batching by loops, depth policies, key/value sharing, self-speculation."""
 
-from looplm.engine.engine import Engine, Stats
-from looplm.engine.intake import Options
-from looplm.engine.kv_policies import AdjacentKV, AveragedKV, FirstKV, FullKV, KVPolicy, RingKV
-from looplm.engine.policies import (
-    AnyOf,
+from looplm.engine.calibration import Calibration, calibrate, load_calibration, save_calibration
+from looplm.engine.criteria import (
     ArgmaxStable,
     Certificate,
     CosineConverged,
-    DepthPolicy,
     EntropyBelow,
     EntropyDifference,
-    ExitCDF,
-    FixedLoops,
-    GateAbove,
     LogitsKL,
-    LookAhead,
     Margin,
     MinPKL,
     SecondDifference,
     StateConverged,
     StepBelow,
 )
+from looplm.engine.engine import Engine, Stats
+from looplm.engine.intake import Options
+from looplm.engine.kv_policies import AdjacentKV, AveragedKV, FirstKV, FullKV, KVPolicy, RingKV
+from looplm.engine.policies import AnyOf, DepthPolicy, ExitCDF, FixedLoops, GateAbove, LookAhead
 from looplm.engine.requests import Completion, Request, TokenEvent
 from looplm.engine.sampling import SamplingParams
 from looplm.engine.speculation import Speculation
@@ -31,6 +27,7 @@ __all__ = [
     "AnyOf",
     "ArgmaxStable",
     "AveragedKV",
+    "Calibration",
     "Certificate",
     "Completion",
     "CosineConverged",
@@ -58,4 +55,7 @@ __all__ = [
     "Stats",
     "StepBelow",
     "TokenEvent",
+    "calibrate",
+    "load_calibration",
+    "save_calibration",
 ]

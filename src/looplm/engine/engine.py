@@ -130,7 +130,9 @@ class Engine:
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any) -> Iterator[TokenEvent]:
         """Complete one prompt token by token; closing the iterator cancels. `options` as in `generate`."""
-        numbers = set(self.submit(prompt, sampling, **options))
+        return self._stream(set(self.submit(prompt, sampling, **options)))
+
+    def _stream(self, numbers: set[int]) -> Iterator[TokenEvent]:
         try:
             while numbers:
                 for event in self.tick():

@@ -57,7 +57,10 @@ class Intake:
             ValueError: for what cannot be done, named.
         """
         depth = self.depth if options.depth is None else options.depth
-        loops = depth.deepest(self.loops if options.max_loops is None else options.max_loops)
+        most = self.loops if options.max_loops is None else options.max_loops
+        if not 1 <= most <= self.loops:
+            raise ValueError(f"max_loops={most}, but this engine has 1 to {self.loops} loops; give it loops={most}")
+        loops = depth.deepest(most)
         self._check(depth, loops, options, params)
         tokens = tuple(self._tokens(prompt))
         self._check_length(len(tokens), params.max_tokens, loops)
@@ -77,11 +80,7 @@ class Intake:
         return rows
 
     def _check(self, depth: DepthPolicy, loops: int, options: Options, params: SamplingParams) -> None:
-        if not 1 <= loops <= self.loops:
-            raise ValueError(
-                f"{loops} loops were asked for, but this engine has 1 to {self.loops}; give it loops={loops}"
-            )
-        depth.check_model(self.config, loops)
+        depth.check_model(self.config, self.loops)
         if not 1 <= options.min_loops <= loops:
             raise ValueError(f"min_loops={options.min_loops} must be between 1 and the request's loops, {loops}")
         odd = next((count for count in options.replay if not 1 <= count <= loops), None)

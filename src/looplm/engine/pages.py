@@ -39,7 +39,8 @@ class Pages:
         """One user less; the pages that are free now."""
         freed = []
         for page in pages:
-            assert page > SCRATCH and self.users[page] > 0, "a page was released twice"
+            assert page > SCRATCH, "nobody's page was released"
+            assert self.users[page] > 0, "a page was released twice"
             self.users[page] -= 1
             if self.users[page] == 0:
                 heapq.heappush(self._free, page)
@@ -58,22 +59,21 @@ class Block:
 @dataclass
 class _Entry:
     block: Block
-    parent: int
-    key: tuple[int, Hashable]
+    parent: Hashable
+    key: Hashable
     children: int = 0
 
 
 class PrefixCache:
     """Blocks of prompts that were prefilled, found again by their tokens and everything before them.
 
-    A chain starts at a root: whatever else decides what the pages hold (depth, KV policy, start seed). Entries are users
-    of their pages; the least recently used leaves give way when pages run out.
+    A chain starts at a root: whatever else decides what the pages hold (depth, KV policy, start seed). Entries are
+    users of their pages; the least recently used leaves give way when pages run out.
     """
 
     def __init__(self, core: Pages, boundary: Pages) -> None:
         self.core, self.boundary = core, boundary
-        self._ids: dict[tuple[int, Hashable], int] = {}
-        self._roots: dict[Hashable, int] = {}
+        self._ids: dict[Hashable, int] = {}  # (number of the entry before, or (root,), and tokens) -> number
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
         self._next = 0
 
@@ -83,7 +83,7 @@ class PrefixCache:
     def find(self, root: Hashable, blocks: Sequence[tuple[int, ...]]) -> list[Block]:
         """The pages of the longest known beginning of `blocks`; the caller becomes a user of them."""
         found = []
-        parent = self._root(root)
+        parent: Hashable = (root,)
         for tokens in blocks:
             number = self._ids.get((parent, tokens))
             if number is None:
@@ -98,7 +98,7 @@ class PrefixCache:
 
     def add(self, root: Hashable, blocks: Sequence[tuple[int, ...]], pages: Sequence[Block]) -> None:
         """Remember the pages of `blocks`; those that are known already stay as they are."""
-        parent = self._root(root)
+        parent: Hashable = (root,)
         for tokens, block in zip(blocks, pages, strict=True):
             key = (parent, tokens)
             if key not in self._ids:
@@ -106,16 +106,14 @@ class PrefixCache:
                 self.boundary.share(block.boundary)
                 self._ids[key] = self._next
                 self._entries[self._next] = _Entry(block, parent, key)
-                if parent in self._entries:
-                    self._entries[parent].children += 1
+                self._count_child(parent, 1)
                 self._next += 1
             parent = self._ids[key]
 
     def evict(self) -> bool:
         """Give up the oldest leaf that nobody else uses; False if there is none."""
         for number, entry in self._entries.items():
-            shared = any(self.core.users[page] > 1 for page in entry.block.core)
-            if entry.children == 0 and not shared:
+            if entry.children == 0 and not self._shared(entry.block):
                 self._drop(number, entry)
                 return True
         return False
@@ -127,18 +125,17 @@ class PrefixCache:
             self.boundary.release(entry.block.boundary)
         self._entries.clear()
         self._ids.clear()
-        self._roots.clear()
-
-    def evictable(self) -> int:
-        """Blocks that could be given up, one after the other, if need be."""
-        return sum(all(self.core.users[page] == 1 for page in entry.block.core) for entry in self._entries.values())
 
     def _drop(self, number: int, entry: _Entry) -> None:
         del self._entries[number], self._ids[entry.key]
-        if entry.parent in self._entries:
-            self._entries[entry.parent].children -= 1
+        self._count_child(entry.parent, -1)
         self.core.release(entry.block.core)
         self.boundary.release(entry.block.boundary)
 
-    def _root(self, root: Hashable) -> int:
-        return self._roots.setdefault(root, -1 - len(self._roots))
+    def _shared(self, block: Block) -> bool:
+        pools = ((self.core, block.core), (self.boundary, block.boundary))
+        return any(pages.users[page] > 1 for pages, held in pools for page in held)
+
+    def _count_child(self, parent: Hashable, more: int) -> None:
+        if isinstance(parent, int):
+            self._entries[parent].children += more

@@ -1,13 +1,14 @@
 """Depth policies: rules that say when a token leaves the loop, each a frozen value with a per-row memory.
 
-A policy sees R tokens that have just done a loop, each at its own depth, and says which leave. Distances are float32.
+A policy sees R tokens that have just done a loop, each at its own depth, and says which leave.
 """
 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+from numbers import Integral, Real
+from typing import ClassVar, TypeGuard
 
 import torch
 from torch import Tensor
@@ -62,11 +63,16 @@ class DepthPolicy:
 
     needs_gate: ClassVar[bool] = False
     needs_logits: ClassVar[bool] = False
-    notes_start: ClassVar[bool] = False  # whether loop 1 is kept in memory even where the interval skips it
+    sees_all: ClassVar[bool] = False  # whether `check` is asked, and its memory kept, between two checks as well
 
     def __post_init__(self) -> None:
-        if self.min_loops < 1 or self.every < 1:
-            raise ValueError(f"{self}: min_loops and every must be at least 1")
+        for name in ("min_loops", "every"):
+            self.need(is_whole(getattr(self, name)), f"{name} must be a whole number of at least 1")
+
+    def need(self, good: bool, what: str) -> None:
+        """Refuse a setting that is not good."""
+        if not good:
+            raise ValueError(f"{self}: {what}")
 
     def memory(self, config: LoopLMConfig, loops: int) -> int:
         """How many numbers it keeps for a token between loops; they are zeros before the first."""
@@ -76,19 +82,25 @@ class DepthPolicy:
         """The loops that a token may need where `loops` are to be had."""
         return loops
 
+    def next_check(self, loop: int) -> int:
+        """The first loop from `loop` on at which a token may leave."""
+        return -(-max(loop, self.min_loops) // self.every) * self.every
+
     def check_model(self, config: LoopLMConfig, loops: int) -> None:
         """Refuse a model that has not what the policy looks at."""
         if self.needs_gate and not config.exit_gate:
             raise ValueError(f"{self} reads the exit gate, which this model has not; choose another depth policy")
-        if self.min_loops > loops:
-            raise ValueError(f"{self}: min_loops must be at most the engine's loops, {loops}")
+        self.need(self.min_loops <= loops, f"min_loops must be at most the engine's loops, {loops}")
 
     def decide(self, seen: Seen, memory: Tensor) -> Decision:
         """Which tokens leave [R], and the memory [R, M] for the next loop."""
-        leave, after = self.check(seen, memory)
         checked = seen.loop % self.every == 0
-        noted = checked | (seen.loop == 1) if self.notes_start else checked
-        return leave & checked & (seen.loop >= self.min_loops), torch.where(noted[:, None], after, memory)
+        if not (self.sees_all or bool(checked.any())):
+            return checked, memory
+        leave, after = self.check(seen, memory)
+        if not self.sees_all:
+            after = torch.where(checked[:, None], after, memory)
+        return leave & checked & (seen.loop >= self.min_loops), after
 
     def check(self, seen: Seen, memory: Tensor) -> Decision:
         """`decide` without interval and floor."""
@@ -100,18 +112,22 @@ class DepthPolicy:
 
 @dataclass(frozen=True)
 class FixedLoops(DepthPolicy):
-    """Always `loops` loops."""
+    """Always `loops` loops; where `min_loops` or `every` put that off, as many as they ask for."""
 
     loops: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.loops < 1:
-            raise ValueError(f"{self}: loops must be at least 1")
+        self.need(is_whole(self.loops), "loops must be a whole number of at least 1")
 
     def deepest(self, loops: int) -> int:
-        """`loops`, prefill included."""
-        return self.loops
+        """No more than it does, prefill included."""
+        return min(loops, self.next_check(self.loops))
+
+    def check_model(self, config: LoopLMConfig, loops: int) -> None:
+        """Refuse more loops than there are."""
+        super().check_model(config, loops)
+        self.need(self.loops <= loops, f"loops must be at most the engine's loops, {loops}")
 
     def check(self, seen: Seen, memory: Tensor) -> Decision:
         """At the loop itself."""
@@ -124,11 +140,11 @@ class ExitCDF(DepthPolicy):
 
     q: float
     needs_gate: ClassVar[bool] = True
+    sees_all: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.q >= 0:
-            raise ValueError(f"{self}: q must be between 0 (first loop) and 1 (all loops)")
+        self.need(is_number(self.q) and self.q >= 0, "q must be a number between 0 (first loop) and 1 (all loops)")
 
     def memory(self, config: LoopLMConfig, loops: int) -> int:
         """The gate logit of every loop."""
@@ -147,7 +163,7 @@ class ExitCDF(DepthPolicy):
 
 @dataclass(frozen=True)
 class GateAbove(DepthPolicy):
-    """sigmoid(gate) >= `threshold` at one loop: how a learned decider is read (RecurTrace, arXiv 2609.03379, floor 2)."""
+    """sigmoid(gate) >= `threshold` at one loop: a learned decider's reading (RecurTrace, arXiv 2609.03379; floor 2)."""
 
     threshold: float = 0.5
     min_loops: int = field(default=2, kw_only=True)
@@ -155,244 +171,12 @@ class GateAbove(DepthPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.threshold < 1:
-            raise ValueError(f"{self}: threshold must lie between 0 and 1")
+        self.need(is_number(self.threshold) and 0 < self.threshold < 1, "threshold must lie between 0 and 1")
 
     def check(self, seen: Seen, memory: Tensor) -> Decision:
         """On the logit's own scale."""
         assert seen.gate is not None
         return seen.gate >= math.log(self.threshold / (1 - self.threshold)), memory
-
-
-# The state ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _StatePolicy(DepthPolicy):
-    """Compares the state with that of the check before, at first with the start state."""
-
-    eps: float
-    notes_start: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.eps > 0:
-            raise ValueError(f"{self}: eps must be above 0")
-
-    def memory(self, config: LoopLMConfig, loops: int) -> int:
-        """The state of the last check."""
-        return config.hidden_size
-
-    def check(self, seen: Seen, memory: Tensor) -> Decision:
-        """`distance` below eps."""
-        now = at_least_float32(seen.after)
-        last = torch.where((seen.loop == 1)[:, None], at_least_float32(seen.before), memory)
-        # With an interval the first loop only notes the start state.
-        kept = torch.where((seen.loop % self.every == 0)[:, None], now, last)
-        return self.distance(now, last) < self.eps, kept
-
-    def distance(self, now: Tensor, last: Tensor) -> Tensor:
-        """[R], of two states [R, D]."""
-        raise AssertionError("a policy says how it measures")
-
-
-@dataclass(frozen=True)
-class StateConverged(_StatePolicy):
-    """||h_t - h_s|| / ||h_t|| < eps for the check s before (Huginn's latent-diff, arXiv 2502.05171; there 0.03)."""
-
-    eps: float = 0.03
-
-    def distance(self, now: Tensor, last: Tensor) -> Tensor:
-        """Relative to the newer state."""
-        return (now - last).norm(dim=-1) / now.norm(dim=-1)
-
-
-@dataclass(frozen=True)
-class StepBelow(_StatePolicy):
-    """||h_t - h_s|| < eps (Ouro's hidden difference, arXiv 2510.25741, figure 5)."""
-
-    def distance(self, now: Tensor, last: Tensor) -> Tensor:
-        """Absolute."""
-        return (now - last).norm(dim=-1)
-
-
-@dataclass(frozen=True)
-class CosineConverged(_StatePolicy):
-    """1 - cos(h_t, h_s) < eps (Huginn; there 1e-3)."""
-
-    eps: float = 1e-3
-
-    def distance(self, now: Tensor, last: Tensor) -> Tensor:
-        """Blind to length."""
-        return 1 - F.cosine_similarity(now, last, dim=-1)
-
-
-@dataclass(frozen=True)
-class SecondDifference(DepthPolicy):
-    """||D_t - D_s|| / ||h_t|| < eps at `times` checks running, with D_t = h_t - h_s (arXiv 2509.23314; there twice)."""
-
-    eps: float
-    times: int = 2
-    notes_start: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.eps > 0 or self.times < 1:
-            raise ValueError(f"{self}: eps must be above 0 and times at least 1")
-
-    def memory(self, config: LoopLMConfig, loops: int) -> int:
-        """The last state, the last difference, how often it was small, and how many checks there were."""
-        return 2 * config.hidden_size + 2
-
-    def check(self, seen: Seen, memory: Tensor) -> Decision:
-        """From the second difference on, which needs two checks."""
-        width = seen.after.shape[-1]
-        now = at_least_float32(seen.after)
-        last, difference, small, checks = memory.split([width, width, 1, 1], dim=-1)
-        last = torch.where((seen.loop == 1)[:, None], at_least_float32(seen.before), last)
-        new = now - last
-        near = (new - difference).norm(dim=-1, keepdim=True) / now.norm(dim=-1, keepdim=True) < self.eps
-        small = torch.where(near & (checks >= 1), small + 1, torch.zeros_like(small))
-        after = torch.cat([now, new, small, checks + 1], dim=-1)
-        noted = torch.cat([last, memory[:, width:]], dim=-1)
-        checked = (seen.loop % self.every == 0)[:, None]
-        return small[:, 0] >= self.times, torch.where(checked, after, noted)
-
-
-# The prediction -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LogitsKL(DepthPolicy):
-    """KL(p_s || p_t) < eps for the check s before, at first the uniform distribution (Huginn; 5e-4 in its figures)."""
-
-    eps: float = 5e-4
-    needs_logits: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.eps > 0:
-            raise ValueError(f"{self}: eps must be above 0")
-
-    def memory(self, config: LoopLMConfig, loops: int) -> int:
-        """The last log-probabilities."""
-        return config.vocab_size
-
-    def check(self, seen: Seen, memory: Tensor) -> Decision:
-        """In nats."""
-        now = self.distribution(seen)
-        first = (seen.loop <= self.every)[:, None]
-        last = torch.where(first, torch.full_like(now, -math.log(now.shape[-1])), memory)
-        return (last.exp() * (last - now)).sum(-1) < self.eps, now
-
-    def distribution(self, seen: Seen) -> Tensor:
-        """Log-probabilities [R, V]."""
-        return seen.log_probs
-
-
-@dataclass(frozen=True)
-class MinPKL(LogitsKL):
-    """`LogitsKL` once every p below `min_p` times the largest is set to 1/V, and all are normed (Huginn's minp-kl)."""
-
-    eps: float = 1e-5
-    min_p: float = 0.1
-
-    def distribution(self, seen: Seen) -> Tensor:
-        """Of the likely tokens."""
-        probs = seen.log_probs.exp()
-        few = torch.where(probs < self.min_p * probs.amax(-1, keepdim=True), 1 / probs.shape[-1], probs)
-        return (few / few.sum(-1, keepdim=True)).log()
-
-
-@dataclass(frozen=True)
-class EntropyDifference(DepthPolicy):
-    """|H_t - H_s| < eps for the check s before (Huginn's entropy-diff, with log(p + 1e-10) and H = 100 at first)."""
-
-    eps: float = 1e-3
-    needs_logits: ClassVar[bool] = True
-
-    def memory(self, config: LoopLMConfig, loops: int) -> int:
-        """The last entropy."""
-        return 1
-
-    def check(self, seen: Seen, memory: Tensor) -> Decision:
-        """In nats."""
-        probs = seen.log_probs.exp()
-        now = -(probs * (probs + 1e-10).log()).sum(-1, keepdim=True)
-        last = torch.where((seen.loop <= self.every)[:, None], torch.full_like(now, 100.0), memory)
-        return (now - last).abs()[:, 0] < self.eps, now
-
-
-@dataclass(frozen=True)
-class EntropyBelow(DepthPolicy):
-    """The prediction's entropy is below `nats`."""
-
-    nats: float
-    needs_logits: ClassVar[bool] = True
-
-    def check(self, seen: Seen, memory: Tensor) -> Decision:
-        """Of this loop alone."""
-        return -(seen.log_probs.exp() * seen.log_probs).sum(-1) < self.nats, memory
-
-
-@dataclass(frozen=True)
-class Margin(DepthPolicy):
-    """The likeliest token leads the next by a probability of `margin` or more (CALM, arXiv 2207.07061)."""
-
-    margin: float
-    needs_logits: ClassVar[bool] = True
-
-    def check(self, seen: Seen, memory: Tensor) -> Decision:
-        """Of this loop alone."""
-        best = seen.log_probs.topk(2, dim=-1).values.exp()
-        return best[:, 0] - best[:, 1] >= self.margin, memory
-
-
-@dataclass(frozen=True)
-class ArgmaxStable(DepthPolicy):
-    """The likeliest token was the same at `times` checks after the one that first gave it (Huginn; there 5)."""
-
-    times: int = 5
-    needs_logits: ClassVar[bool] = True
-
-    def memory(self, config: LoopLMConfig, loops: int) -> int:
-        """The token plus one, and how often it came again."""
-        return 2
-
-    def check(self, seen: Seen, memory: Tensor) -> Decision:
-        """The count starts anew with another token."""
-        token = seen.log_probs.argmax(-1).to(memory.dtype) + 1
-        count = torch.where(token == memory[:, 0], memory[:, 1] + 1, torch.zeros_like(token))
-        return count >= self.times, torch.stack([token, count], dim=-1)
-
-
-@dataclass(frozen=True)
-class Certificate(DepthPolicy):
-    """What is left of the way cannot change the choice (after the exit certificate of arXiv 2608.18222).
-
-    With steps d_t = ||hidden_t - hidden_s|| that shrink by rho = d_t / d_s < 1, the rest of the way is at most
-    d_t rho / (1 - rho) long; it is safe if that, times the distance of the two likeliest tokens' head rows, is below
-    the lead of their logits.
-    """
-
-    needs_logits: ClassVar[bool] = True
-
-    def memory(self, config: LoopLMConfig, loops: int) -> int:
-        """The last hidden, its step, and how many checks there were."""
-        return config.hidden_size + 2
-
-    def check(self, seen: Seen, memory: Tensor) -> Decision:
-        """From the second step on."""
-        hidden, logits = seen.readings
-        last, step, checks = memory.split([hidden.shape[-1], 1, 1], dim=-1)
-        new = (hidden - last).norm(dim=-1, keepdim=True)
-        ratio = (new / step)[:, 0]
-        rest = torch.where(ratio < 1, new[:, 0] * ratio / (1 - ratio), torch.full_like(ratio, math.inf))
-        best = logits.topk(2, dim=-1)
-        first, second = (at_least_float32(seen.head[best.indices[:, rank]]) for rank in (0, 1))
-        lead = best.values[:, 0] - best.values[:, 1]
-        safe = rest * (first - second).norm(dim=-1) < lead
-        return safe & (checks[:, 0] >= 2), torch.cat([hidden, new, checks + 1], dim=-1)
 
 
 # Compositions -------------------------------------------------------------------------------------------------
@@ -402,57 +186,76 @@ class Certificate(DepthPolicy):
 class LookAhead(DepthPolicy):
     """What `policy` says at loop r decides whether loop r + 2 runs (Continuous Depth Batching, arXiv 2608.09444).
 
-    A scheduler that knows a loop ahead never waits for the gate; the price is one loop, so the floor is 2.
+    A scheduler that knows a loop ahead never waits for the gate; the price is one loop, so the floor is 2. What was
+    said once holds, where `min_loops` or `every` put it off.
     """
 
     policy: DepthPolicy
+    sees_all: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.need(isinstance(self.policy, DepthPolicy), "policy must be a depth policy")
 
     @property
-    def needs_gate(self) -> bool:  # ty: ignore[invalid-method-override]
+    def needs_gate(self) -> bool:  # ty: ignore[incompatible-property-override]
         """As the policy within."""
         return self.policy.needs_gate
 
     @property
-    def needs_logits(self) -> bool:  # ty: ignore[invalid-method-override]
+    def needs_logits(self) -> bool:  # ty: ignore[incompatible-property-override]
         """As the policy within."""
         return self.policy.needs_logits
 
     def memory(self, config: LoopLMConfig, loops: int) -> int:
-        """What was said a loop ago, and the policy's own."""
+        """Whether it was said, and the policy's own."""
         return 1 + self.policy.memory(config, loops)
 
     def deepest(self, loops: int) -> int:
         """One loop more than the policy's."""
-        return min(loops, self.policy.deepest(loops) + 1)
+        return min(loops, self.next_check(self.policy.deepest(loops) + 1))
+
+    def check_model(self, config: LoopLMConfig, loops: int) -> None:
+        """By the policy's own measure, too."""
+        super().check_model(config, loops)
+        self.policy.check_model(config, loops)
 
     def check(self, seen: Seen, memory: Tensor) -> Decision:
-        """What was said a loop ago."""
+        """What was said a loop ago or before."""
         said, own = memory[:, :1], memory[:, 1:]
         leave, own = self.policy.decide(seen, own)
         ever = torch.maximum(said, leave[:, None].to(said.dtype))
         return said[:, 0] > 0, torch.cat([ever, own], dim=-1)
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, repr=False)
 class AnyOf(DepthPolicy):
     """As soon as one of several policies says so."""
 
     policies: tuple[DepthPolicy, ...]
+    sees_all: ClassVar[bool] = True
 
     def __init__(self, *policies: DepthPolicy, min_loops: int = 1, every: int = 1) -> None:
-        if not policies:
-            raise ValueError("AnyOf needs one policy or more")
         for name, value in (("policies", policies), ("min_loops", min_loops), ("every", every)):
             object.__setattr__(self, name, value)
         self.__post_init__()
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        good = bool(self.policies) and all(isinstance(policy, DepthPolicy) for policy in self.policies)
+        self.need(good, "give it one depth policy or more")
+
+    def __repr__(self) -> str:
+        inside = [*map(repr, self.policies), f"min_loops={self.min_loops}", f"every={self.every}"]
+        return f"AnyOf({', '.join(inside)})"
+
     @property
-    def needs_gate(self) -> bool:  # ty: ignore[invalid-method-override]
+    def needs_gate(self) -> bool:  # ty: ignore[incompatible-property-override]
         """Whether one of them does."""
         return any(policy.needs_gate for policy in self.policies)
 
     @property
-    def needs_logits(self) -> bool:  # ty: ignore[invalid-method-override]
+    def needs_logits(self) -> bool:  # ty: ignore[incompatible-property-override]
         """Whether one of them does."""
         return any(policy.needs_logits for policy in self.policies)
 
@@ -462,7 +265,13 @@ class AnyOf(DepthPolicy):
 
     def deepest(self, loops: int) -> int:
         """The shallowest of theirs: none goes on past it."""
-        return min(policy.deepest(loops) for policy in self.policies)
+        return min(loops, self.next_check(min(policy.deepest(loops) for policy in self.policies)))
+
+    def check_model(self, config: LoopLMConfig, loops: int) -> None:
+        """By the measure of each."""
+        super().check_model(config, loops)
+        for policy in self.policies:
+            policy.check_model(config, loops)
 
     def check(self, seen: Seen, memory: Tensor) -> Decision:
         """Each policy on its own part of the memory."""
@@ -473,7 +282,7 @@ class AnyOf(DepthPolicy):
 
 
 def first_exits(policy: DepthPolicy, steps: Iterable[Seen], last: Tensor) -> Tensor:
-    """The loop [R] at which each token of `steps`, one loop after the other from the first, leaves; at most `last` [R]."""
+    """The loop [R] at which each token leaves, at most `last` [R]; `steps` are all its loops from the first on."""
     exits = torch.zeros_like(last)
     memory = None
     for seen in steps:
@@ -482,3 +291,18 @@ def first_exits(policy: DepthPolicy, steps: Iterable[Seen], last: Tensor) -> Ten
         leave, memory = policy.decide(seen, memory)
         exits = torch.where((exits == 0) & (leave | (seen.loop >= last)), seen.loop, exits)
     return exits
+
+
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number of at least 1."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether it is a real number."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_positive(value: object) -> bool:
+    """Whether it is a finite number above 0."""
+    return is_number(value) and 0 < value < math.inf

@@ -89,7 +89,8 @@ class Runner:
         self.state, self.before, self.inputs = (
             torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(3)
         )
-        self.gate = torch.zeros(num_lanes + 1, device=self.device) if self.config.exit_gate else None
+        gates = torch.zeros(num_lanes + 1, dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
+        self.gate = gates if self.config.exit_gate else None
         self.seeds = torch.zeros(num_lanes + 1, dtype=torch.int64, device=self.device)
         places = torch.arange(max_length, device=self.device)[None]
         config = self.config

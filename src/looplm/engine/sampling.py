@@ -6,8 +6,9 @@ an earlier loop under the same noise is the one that the last loop will choose a
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from types import MappingProxyType
 
 import torch
@@ -52,35 +53,30 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, least in (("max_tokens", 1), ("min_tokens", 0), ("n", 1), ("top_k", 0), ("logprobs", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
-        for name, low, high in (
-            ("temperature", 0, math.inf),
-            ("min_p", 0, 1),
-            ("presence_penalty", -math.inf, math.inf),
-            ("frequency_penalty", -math.inf, math.inf),
-        ):
-            if not low <= getattr(self, name) <= high or math.isinf(getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)} must be a number from {low} to {high}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1, which is off")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be a number above 0; 1 is off")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed={self.seed} must be at least 0 and below 2**63")
-        if "" in self.stops:
-            raise ValueError("stop holds an empty string, which every text contains")
+            _need(_is_whole(getattr(self, name), least), self, name, f"a whole number of at least {least}")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            _need(_is_finite(getattr(self, name)), self, name, "a finite number")
+        _need(isinstance(self.ignore_eos, bool), self, "ignore_eos", "True or False")
+        _need(self.min_tokens <= self.max_tokens, self, "min_tokens", f"at most max_tokens, {self.max_tokens}")
+        _need(self.temperature >= 0, self, "temperature", "at least 0, which is greedy")
+        _need(0 < self.top_p <= 1, self, "top_p", "above 0 and at most 1, which is off")
+        _need(0 <= self.min_p <= 1, self, "min_p", "from 0, which is off, to 1")
+        _need(self.repetition_penalty > 0, self, "repetition_penalty", "above 0; 1 is off")
+        seeds = self.seed is None or (_is_whole(self.seed, 0) and self.seed < 2**63)
+        _need(seeds, self, "seed", "a whole number of at least 0 and below 2**63, or None")
+        ids = isinstance(self.stop_token_ids, Collection) and all(_is_whole(token, 0) for token in self.stop_token_ids)
+        _need(ids, self, "stop_token_ids", "token ids")
+        biases = isinstance(self.logit_bias, Mapping) and all(
+            _is_whole(token, 0) and _is_finite(bias) for token, bias in self.logit_bias.items()
+        )
+        _need(biases, self, "logit_bias", "a mapping from token ids to finite numbers")
+        stops = isinstance(self.stop, Collection) and all(isinstance(stop, str) and stop for stop in self.stops)
+        _need(stops, self, "stop", "one string or several, none of them empty, which every text contains")
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    @property
-    def plain(self) -> bool:
-        """Whether the logits alone decide, greedily."""
-        return self.temperature == 0 and not self.edits
 
     @property
     def edits(self) -> bool:
@@ -106,7 +102,10 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """Tokens [R] with their log-probabilities [R] under the raw logits, and how far the best logit led [R]."""
+    """Tokens [R] with their log-probabilities [R] under the raw logits, and how far the best logit led [R].
+
+    The lead is that which a greedy choice sees: after penalties, biases and bans.
+    """
 
     tokens: list[int]
     logprobs: list[float]
@@ -115,16 +114,21 @@ class Chosen:
 
 def choose(logits: Tensor, asked: Sequence[Asked]) -> Chosen:
     """A token for each row of `logits` [R, V]."""
-    wide = at_least_float32(logits)
-    best = wide.topk(min(2, wide.shape[-1]), dim=-1)
-    tokens = best.indices[:, 0].clone()
-    others = [row for row, ask in enumerate(asked) if not ask.params.plain]
-    if others:
-        edited = torch.stack([_edited(wide[row], asked[row]) for row in others])
-        tokens[others] = _drawn(edited, [asked[row] for row in others])
+    wide = judged = at_least_float32(logits)
+    edited = [row for row, ask in enumerate(asked) if ask.params.edits]
+    if edited:
+        judged = wide.clone()
+        for row in edited:
+            judged[row] = _edited(wide[row], asked[row])
+    best = judged.topk(min(2, judged.shape[-1]), dim=-1)
+    tokens, lead = best.indices[:, 0].clone(), best.values[:, 0] - best.values[:, -1]
+    tied = lead == 0  # topk then names any of them, argmax the first
+    tokens[tied] = judged[tied].argmax(-1)
+    drawn = [row for row, ask in enumerate(asked) if ask.params.temperature > 0]
+    if drawn:
+        tokens[drawn] = _drawn(judged[drawn], [asked[row] for row in drawn])
     chosen = wide.gather(-1, tokens[:, None])[:, 0]
-    leads = (best.values[:, 0] - best.values[:, -1]).tolist() if wide.shape[-1] > 1 else [math.inf] * len(asked)
-    return Chosen(tokens=tokens.tolist(), logprobs=(chosen - wide.logsumexp(-1)).tolist(), leads=leads)
+    return Chosen(tokens=tokens.tolist(), logprobs=(chosen - wide.logsumexp(-1)).tolist(), leads=lead.tolist())
 
 
 def best_alternatives(logits: Tensor, num: int) -> list[tuple[int, float]]:
@@ -135,10 +139,7 @@ def best_alternatives(logits: Tensor, num: int) -> list[tuple[int, float]]:
 
 def _edited(logits: Tensor, ask: Asked) -> Tensor:
     """One row [V] under the request's penalties, biases and bans."""
-    params = ask.params
-    if not params.edits:
-        return logits
-    logits = logits.clone()
+    params, logits = ask.params, logits.clone()
     if params.repetition_penalty != 1:
         met = torch.tensor(sorted({*ask.prompt, *ask.made}), device=logits.device)
         found = logits[met]
@@ -149,23 +150,20 @@ def _edited(logits: Tensor, ask: Asked) -> Tensor:
     for token, bias in params.logit_bias.items():
         logits[token] += bias
     if ask.index < params.min_tokens:
-        logits[sorted(ask.ends)] = -math.inf
+        logits[[token for token in ask.ends if 0 <= token < len(logits)]] = -math.inf
     return logits
 
 
 def _drawn(logits: Tensor, asked: Sequence[Asked]) -> Tensor:
-    """argmax(log p + Gumbel noise) over the tokens that the filters leave, or the likeliest at temperature 0."""
+    """argmax(log p + Gumbel noise) over the tokens that the filters leave."""
     device = logits.device
-    temperatures = torch.tensor([ask.params.temperature for ask in asked], device=device, dtype=torch.float64)
-    greedy = temperatures == 0
-    scores = logits.double() / torch.where(greedy, 1.0, temperatures)[:, None]
+    temperatures = torch.tensor([[ask.params.temperature] for ask in asked], device=device, dtype=torch.float64)
+    # From the best one down, else the least temperatures would overflow.
+    scores = (logits.double() - logits.amax(-1, keepdim=True)) / temperatures
     scores = _filtered(scores, [ask.params for ask in asked])
-    if bool(greedy.all()):
-        return scores.argmax(-1)
     seeds = torch.tensor([ask.seed for ask in asked], device=device)
     places = torch.tensor([[ask.index] for ask in asked], device=device)
-    noise = position_gumbel(places, logits.shape[-1], seeds, _SAMPLING)[:, 0]
-    return torch.where(greedy[:, None], scores, scores + noise).argmax(-1)
+    return (scores + position_gumbel(places, logits.shape[-1], seeds, _SAMPLING)[:, 0]).argmax(-1)
 
 
 def _filtered(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -184,3 +182,16 @@ def _filtered(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     min_p = torch.tensor([one.min_p for one in params], device=device, dtype=torch.float64)[:, None]
     kept &= probs >= min_p * probs[:, :1]
     return scores.masked_fill(~torch.zeros_like(kept).scatter(-1, order, kept), -math.inf)
+
+
+def _need(good: bool, params: SamplingParams, name: str, what: str) -> None:
+    if not good:
+        raise ValueError(f"{name}={getattr(params, name)!r} must be {what}")
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

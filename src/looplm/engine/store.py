@@ -92,7 +92,7 @@ class PagedStore:
         found = []
         for plane, new in ((self.core.keys[layer], key), (self.core.values[layer], value)):
             flat, now, places = plane.flatten(0, 1), new[:, :, 0], self.core_places.write
-            held, weight = flat[places], (1 / self.loop)[:, None, None].to(now.dtype)
+            held, weight = flat[places], self.loop.to(now.dtype).reciprocal()[:, None, None]
             kept = torch.where(weight == 1, now, held if keeps == "first" else torch.lerp(held, now, weight))
             flat[places] = kept
             seen = self.core_places.read(plane)

@@ -1,0 +1,197 @@
+"""Finding the threshold that gives a target mean depth, or a target loss, on given text; and keeping it with a model."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from looplm.engine.criteria import CosineConverged, EntropyBelow, LogitsKL, Margin, StateConverged, StepBelow
+from looplm.engine.policies import DepthPolicy, ExitCDF, GateAbove, Seen, first_exits
+from looplm.models import LoopLMForCausalLM, Trace
+
+FILE = "depth.json"
+_STEPS = 24  # halvings of the threshold's range
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Policies that differ in one threshold: from the one that leaves earliest to the one that leaves latest."""
+
+    make: Callable[..., DepthPolicy]
+    threshold: str
+    earliest: float
+    latest: float
+
+
+FAMILIES = {
+    "exit_cdf": Family(make=ExitCDF, threshold="q", earliest=0.0, latest=1.0),
+    "gate_above": Family(make=GateAbove, threshold="threshold", earliest=1e-6, latest=1 - 1e-6),
+    "state_converged": Family(make=StateConverged, threshold="eps", earliest=10.0, latest=1e-6),
+    "step_below": Family(make=StepBelow, threshold="eps", earliest=1e6, latest=1e-6),
+    "cosine_converged": Family(make=CosineConverged, threshold="eps", earliest=2.0, latest=1e-9),
+    "logits_kl": Family(make=LogitsKL, threshold="eps", earliest=50.0, latest=1e-9),
+    "entropy_below": Family(make=EntropyBelow, threshold="nats", earliest=20.0, latest=0.0),
+    "margin": Family(make=Margin, threshold="margin", earliest=0.0, latest=1.0),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """A policy with the mean loops and the mean loss (nats a token) that it had on the text, beside the full depth's.
+
+    loss_by_loop: of every token read at that loop · tokens: how many there were.
+    """
+
+    family: str
+    threshold: float
+    min_loops: int
+    max_loops: int
+    mean_loops: float
+    loss: float
+    loss_by_loop: list[float]
+    tokens: int
+
+    def policy(self) -> DepthPolicy:
+        """The policy itself."""
+        return _policy(self.family, self.threshold, self.min_loops)
+
+
+@torch.no_grad()
+def calibrate(
+    model: LoopLMForCausalLM, rows: Tensor, family: str, *, target_loops: float | None = None,
+    target_loss: float | None = None, min_loops: int | None = None, max_loops: int | None = None, batch: int = 4,
+) -> Calibration:  # fmt: skip
+    """The threshold of `family` at which tokens of `rows` [B, S] do `target_loops` loops on average, or cost `target_loss`.
+
+    Every position but a row's last counts. States are those of all loops run, as in prefill; text that is generated
+    with early exits differs from that in the keys that its tokens see. Of a target loss the earliest threshold that
+    reaches it is taken.
+
+    Raises:
+        ValueError: for an unknown family, a target outside what is to be had (named), or none or both of the targets.
+    """
+    if family not in FAMILIES:
+        raise ValueError(f"policy '{family}' has no threshold to find; choose one of {', '.join(FAMILIES)}")
+    if (target_loops is None) == (target_loss is None):
+        raise ValueError("give exactly one of target_loops and target_loss")
+    loops = model.config.loops if max_loops is None else max_loops
+    floor = _default_floor(family) if min_loops is None else min_loops
+    parts = [_Part(model, part, loops) for part in rows.split(batch)]
+    losses = torch.cat([part.losses for part in parts])
+
+    def outcome(threshold: float) -> tuple[float, float]:
+        policy = _policy(family, threshold, floor)
+        policy.check_model(model.config, loops)
+        exits = torch.cat([part.exits(policy) for part in parts])
+        return exits.double().mean().item(), losses.gather(1, exits[:, None] - 1).double().mean().item()
+
+    def reached(threshold: float) -> bool:
+        mean_loops, loss = outcome(threshold)
+        return mean_loops >= target_loops if target_loops is not None else loss <= target_loss  # ty: ignore[unsupported-operator]
+
+    threshold = _search(FAMILIES[family], reached)
+    mean_loops, loss = outcome(threshold)
+    _check_reached(mean_loops, loss, target_loops, target_loss, outcome(FAMILIES[family].earliest))
+    return Calibration(
+        family=family, threshold=threshold, min_loops=floor, max_loops=loops, mean_loops=mean_loops, loss=loss,
+        loss_by_loop=losses.double().mean(0).tolist(), tokens=len(losses),
+    )  # fmt: skip
+
+
+def save_calibration(found: Calibration, folder: str | Path) -> Path:
+    """Keep it beside the model's own files."""
+    path = Path(folder) / FILE
+    path.write_text(json.dumps(vars(found), indent=2) + "\n")
+    return path
+
+
+def load_calibration(folder: str | Path) -> Calibration:
+    """What was kept with a model.
+
+    Raises:
+        ValueError: if there is none, or it is damaged.
+    """
+    path = Path(folder) / FILE
+    if not path.exists():
+        raise ValueError(f"{folder} has no {FILE}; make it with `looplm calibrate`")
+    try:
+        return Calibration(**json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); make it again with `looplm calibrate`") from error
+
+
+class _Part:
+    """What policies may see of some rows, all loops run; [R] counts their tokens with a successor."""
+
+    def __init__(self, model: LoopLMForCausalLM, rows: Tensor, loops: int) -> None:
+        self.model, self.loops = model, loops
+        self.trace: Trace = model.model(rows, loops=loops, keep_loops="all", use_cache=False)
+        targets = rows[:, 1:].flatten()
+        self.losses = torch.stack(
+            [F.cross_entropy(self._logits(loop)[1].float(), targets, reduction="none") for loop in range(1, loops + 1)], 1
+        )
+
+    def exits(self, policy: DepthPolicy) -> Tensor:
+        """The loop [R] at which each token leaves."""
+        steps = self._steps()
+        last = torch.full((len(self.losses),), min(self.loops, policy.deepest(self.loops)))
+        return first_exits(policy, steps, last)
+
+    def _steps(self) -> Iterator[Seen]:
+        before = self.model.model.init_state(self.trace.inputs, self.trace.context)
+        for loop in range(1, self.loops + 1):
+            after = self.trace.states[loop]
+            gates = self.trace.gate_logits
+            yield Seen(
+                loop=torch.full((len(self.losses),), loop), before=_flat(before), after=_flat(after),
+                gate=None if gates is None else gates[:, :-1, loop - 1].flatten(),
+                read=lambda loop=loop: self._logits(loop), head=self.model.lm_head.weight, config=self.model.config,
+                loops=self.loops,
+            )  # fmt: skip
+            before = after
+
+    def _logits(self, loop: int) -> tuple[Tensor, Tensor]:
+        hidden = _flat(self.model.hidden_at(self.trace, loop))
+        return hidden, self.model.lm_head(hidden)
+
+
+def _flat(states: Tensor) -> Tensor:
+    return states[:, :-1].flatten(0, 1)
+
+
+def _search(family: Family, reached: Callable[[float], bool]) -> float:
+    """The threshold nearest to the earliest that is deep enough, by halving; on a log scale where it spans decades."""
+    early, late = family.earliest, family.latest
+    if reached(early):
+        return early
+    geometric = min(early, late) > 0 and max(early, late) / min(early, late) > 1e3
+    for _ in range(_STEPS):
+        middle = (early * late) ** 0.5 if geometric else (early + late) / 2
+        if reached(middle):
+            late = middle
+        else:
+            early = middle
+    return late
+
+
+def _check_reached(
+    mean_loops: float, loss: float, target_loops: float | None, target_loss: float | None, least: tuple[float, float]
+) -> None:
+    if target_loops is not None and (mean_loops < target_loops - 1e-9 or least[0] > target_loops + 1e-9):
+        raise ValueError(f"target_loops={target_loops} is not to be had: tokens do from {least[0]:.2f} to {mean_loops:.2f}")
+    if target_loss is not None and loss > target_loss:
+        raise ValueError(f"target_loss={target_loss} is not to be had: the latest exit costs {loss:.4f} nats a token")
+
+
+def _policy(family: str, threshold: float, min_loops: int) -> DepthPolicy:
+    kind = FAMILIES[family]
+    return kind.make(**{kind.threshold: threshold}, min_loops=min_loops)
+
+
+def _default_floor(family: str) -> int:
+    return 2 if family == "gate_above" else 1
+

@@ -1,0 +1,302 @@
+"""The engine as its users meet it: golden tokens, streams, counts of work, limits, and failures that stay alone."""
+
+import copy
+
+import pytest
+import torch
+from engine_models import huginn_like, ouro_like
+
+import looplm
+from looplm.data.tokenizer import train_tokenizer
+from looplm.engine import Engine, ExitCDF, FixedLoops, RingKV, SamplingParams, Speculation, StateConverged
+from looplm.engine.runner import Runner
+
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+
+
+# Equal to the reference ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("speculate", [None, Speculation(), Speculation(entry=2, width=2)])
+def test_golden_tokens_of_the_reference(ouro, ouro_expected, deterministic, speculate):
+    ids, wanted = ouro_expected["input_ids"], ouro_expected["greedy_ids_full_depth"]
+    engine = Engine(ouro, max_length=64, deterministic=deterministic, speculate=speculate)
+    done = engine.generate([row.tolist() for row in ids], GREEDY)
+    assert [one.token_ids for one in done] == wanted[:, ids.shape[1] :].tolist()
+    assert {count for one in done for count in one.loops} == {4}
+
+
+@pytest.mark.parametrize("loops", [1, 3, 8])
+def test_any_loop_count_equals_transformers_generate(loops):
+    for model in (ouro_like(seed=5), huginn_like(seed=5)):
+        prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+        wanted = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, loops=loops)[0, 8:]
+        done = Engine(model, loops=8, max_length=64).generate([prompt], GREEDY, depth=FixedLoops(loops))
+        assert done[0].token_ids == wanted.tolist()
+        assert done[0].loops == [loops] * 24
+
+
+def test_the_first_token_is_that_of_logits_at_exit(ouro, ouro_expected):
+    ids = ouro_expected["input_ids"]
+    for q in (0.3, 0.5, 0.8):
+        engine = Engine(ouro, depth=ExitCDF(q), max_length=64)
+        done = engine.generate([row.tolist() for row in ids], SamplingParams(max_tokens=1))
+        assert [one.loops[0] for one in done] == ouro_expected[f"exit_loop_q{q}"][:, -1].tolist()
+        assert [one.token_ids[0] for one in done] == ouro_expected[f"logits_q{q}"][:, -1].argmax(-1).tolist()
+
+
+# What is computed ----------------------------------------------------------------------------------------------
+
+
+def gated(logit: float, loops: int = 4):
+    """A model whose every gate logit is `logit`."""
+    model = ouro_like(loops=loops)
+    with torch.no_grad():
+        model.model.exit_gate.weight.zero_()
+        model.model.exit_gate.bias.fill_(logit)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("logit", "policy", "loops"),
+    [
+        (torch.logit(torch.tensor(0.3)).item(), ExitCDF(0.5), 2),  # 0.30, then 0.51
+        (60.0, ExitCDF(1.0), 4),
+        (60.0, ExitCDF(0.999999), 1),
+        (-60.0, ExitCDF(0.0), 1),
+        (-60.0, ExitCDF(0.0, min_loops=3), 3),
+    ],
+)
+def test_hazards_decide_and_the_blocks_that_run_are_counted(logit, policy, loops):
+    model = gated(logit)
+    engine = Engine(model, depth=policy, max_length=64)
+    visits = []
+    for block in engine.runner.backbone.core:
+        block.register_forward_hook(lambda _, inputs, __: visits.append(inputs[0].shape[:2].numel()))
+    engine.submit([1, 2, 3], SamplingParams(max_tokens=9))
+    engine.tick()
+    assert visits == [16] * (4 * 2)  # the prompt: one block of 16 places, all loops, two layers
+    while engine.busy:
+        engine.tick()
+    assert engine.stats.loops == 9 * loops
+    assert engine.stats.core_steps == 8 * loops  # the first token is read from the prompt's own loops
+    assert sum(visits[8:]) == engine.stats.core_steps * 2
+
+
+def test_calls_per_token_do_not_grow_with_the_text():
+    engine = Engine(ouro_like(), max_length=256)
+    sizes = []
+    for block in engine.runner.backbone.core:
+        block.register_forward_hook(lambda _, inputs, __: sizes.append(tuple(inputs[0].shape[:2])))
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=200))
+    assert sizes[8:] == [(1, 1)] * (199 * 4 * 2)
+
+
+def test_a_full_engine_refills_at_every_loop():
+    """Two places, three requests of unequal depth: the third enters as soon as one ends, in the middle of the other."""
+    engine = Engine(ouro_like(), max_rows=2, max_length=64)
+    slow, fast, third = (
+        engine.submit([number], SamplingParams(max_tokens=4), replay=[depth] * 4)[0]
+        for number, depth in ((1, 4), (2, 1), (3, 1))
+    )
+    ends = {}
+    for tick in range(40):
+        ends |= {event.number: tick for event in engine.tick() if event.completion is not None}
+    assert ends[fast] < ends[third] < ends[slow]
+
+
+# Streams and texts ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def worded():
+    tokenizer = train_tokenizer(["to be or not to be, that is the question " * 20], 300)
+    torch.manual_seed(1)
+    return ouro_like(seed=2, vocab_size=len(tokenizer)), tokenizer
+
+
+@pytest.mark.parametrize("speculate", [None, Speculation()])
+def test_a_stream_is_the_completion_piece_by_piece(worded, speculate):
+    model, tokenizer = worded
+    engine = Engine(model, tokenizer, max_length=128, speculate=speculate)
+    params = SamplingParams(max_tokens=30, temperature=1.0, seed=3, logprobs=2)
+    events = [event for event in engine.stream("to be", params) if not event.provisional]
+    (whole,) = engine.generate(["to be"], params)
+    last = events.pop()
+    assert last.completion is not None
+    assert last.completion.token_ids == whole.token_ids == [event.token for event in events]
+    assert whole.text == "".join(event.text for event in [*events, last])
+    assert whole.logprobs == [event.logprob for event in events]
+    assert [len(alternatives) for alternatives in whole.top_logprobs] == [2] * 30
+    assert whole.text == tokenizer.decode(whole.token_ids)
+
+
+def test_closing_a_stream_frees_everything(worded):
+    model, tokenizer = worded
+    engine = Engine(model, tokenizer, max_length=128)
+    stream = engine.stream("to be", SamplingParams(max_tokens=30, n=3))
+    next(stream)
+    stream.close()
+    assert not engine.scheduler.rows
+    assert engine.memory.core_pages.num_free == engine.memory.core_pages.num_pages
+    engine.tick()
+    assert not engine.busy
+
+
+def test_stop_strings_and_ids_end_a_completion(worded):
+    model, tokenizer = worded
+    engine = Engine(model, tokenizer, max_length=128)
+    free = engine.generate(["to be"], SamplingParams(max_tokens=30, temperature=1.0, seed=3))[0]
+    word = free.text[10:13]
+    cut = engine.generate(["to be"], SamplingParams(max_tokens=30, temperature=1.0, seed=3, stop=word))[0]
+    assert (cut.text, cut.finish_reason) == (free.text[: free.text.index(word)], "stop")
+    assert cut.token_ids == free.token_ids[: len(cut.token_ids)]
+    token = free.token_ids[7]
+    ended = engine.generate(["to be"], SamplingParams(max_tokens=30, temperature=1.0, seed=3, stop_token_ids=[token]))[0]
+    assert ended.token_ids == free.token_ids[: free.token_ids.index(token) + 1]
+    assert ended.finish_reason == "stop"
+    exactly = SamplingParams(max_tokens=free.token_ids.index(token) + 1, temperature=1.0, seed=3, stop_token_ids=[token])
+    assert engine.generate(["to be"], exactly)[0].finish_reason == "stop"
+
+
+def test_n_completions_differ_and_come_in_order(worded):
+    model, tokenizer = worded
+    engine = Engine(model, tokenizer, max_length=128)
+    sampled = SamplingParams(max_tokens=8, temperature=1.0, seed=5, n=3)
+    done = engine.generate(["to be", "or not"], [sampled, SamplingParams(max_tokens=8)])
+    assert [tokenizer.decode(one.prompt_token_ids) for one in done] == ["to be"] * 3 + ["or not"]
+    assert len({tuple(one.token_ids) for one in done[:3]}) == 3
+    assert [one.token_ids for one in engine.generate(["to be"], sampled)] == [one.token_ids for one in done[:3]]
+
+
+# Limits and failures -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda engine: engine.submit([]), "empty"),
+        (lambda engine: engine.submit([61]), "token 61 is outside the vocabulary of 61"),
+        (lambda engine: engine.submit("text"), "needs a tokenizer"),
+        (lambda engine: engine.submit([1] * 60, SamplingParams(max_tokens=5)), "max_length=64"),
+        (lambda engine: engine.submit([1], depth=FixedLoops(5)), "loops must be at most the engine's loops, 4"),
+        (lambda engine: engine.submit([1], max_loops=9), "max_loops=9"),
+        (lambda engine: engine.submit([1], min_loops=5), "min_loops=5"),
+        (lambda engine: engine.submit([1], replay=[1, 7]), "replay asks for 7 loops"),
+        (lambda engine: engine.submit([1], warm_start=True), "warm_start needs"),
+        (lambda engine: engine.submit([1], SamplingParams(stop="x")), "stop strings need a tokenizer"),
+        (lambda engine: engine.submit([1], SamplingParams(logit_bias={61: 1.0})), "token 61"),
+        (lambda engine: engine.generate("text"), "prompts is a list"),
+        (lambda engine: engine.generate([[1]], [SamplingParams()] * 2), "1 prompts came with 2"),
+        (lambda engine: Engine(ouro_like(), kv="ful"), "kv='ful' is not known"),
+        (lambda engine: Engine(ouro_like(), loops=0), "loops=0"),
+        (lambda engine: Engine(huginn_like(), depth=ExitCDF(0.5)), "reads the exit gate"),
+        (lambda engine: Engine(ouro_like(), kv=RingKV(1), speculate=Speculation()), "speculation needs kv='full'"),
+        (lambda engine: Engine(ouro_like(), speculate=Speculation(entry=4)), "entry must be below"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(ask, message):
+    engine = Engine(ouro_like(), max_length=64)
+    with pytest.raises(ValueError, match=message) as refused:
+        ask(engine)
+    assert "\n" not in str(refused.value)
+    assert not engine.busy
+
+
+def test_what_can_never_fit_is_refused_at_admission():
+    engine = Engine(ouro_like(dtype=torch.float32), max_length=4096, kv_bytes=2**18)  # 16 blocks of 16 tokens
+    with pytest.raises(ValueError, match="holds about 256 tokens"):
+        engine.submit([1] * 200, SamplingParams(max_tokens=57))
+    assert engine.generate([[1] * 200], SamplingParams(max_tokens=56))[0].finish_reason == "length"
+
+
+def test_a_state_that_is_not_a_number_ends_its_row_alone():
+    model = ouro_like(dtype=torch.float32)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[60] = torch.nan
+    prompts = [[1, 2, 3], [4, 60, 5], [6, 7, 8]]
+    for kv in ("full", "last", "averaged"):
+        engine = Engine(model, kv=kv, max_rows=2, max_length=64, deterministic=True)
+        params = SamplingParams(max_tokens=20, logit_bias={60: -1e9})
+        done = engine.generate([*prompts, *prompts], params)
+        assert [one.finish_reason for one in done] == ["length", "error", "length"] * 2
+        assert "not finite" in done[1].error
+        apart = Engine(model, kv=kv, max_rows=2, max_length=64, deterministic=True)
+        assert [one.token_ids for one in apart.generate([prompts[0], prompts[2]], params)] == [
+            done[0].token_ids,
+            done[2].token_ids,
+        ]
+        biased = SamplingParams(max_tokens=20, logit_bias={60: 1e9})  # it chooses the bad token itself
+        assert engine.generate([[9, 9]], biased)[0].finish_reason == "error"
+
+
+def test_out_of_memory_fails_the_request_that_needs_it(monkeypatch):
+    model = ouro_like(dtype=torch.float32)
+    step = Runner.step
+
+    def hungry(self, batch):
+        if 13 in batch.tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        step(self, batch)
+
+    engine = Engine(model, max_length=64)
+    params = SamplingParams(max_tokens=6, logit_bias={13: -1e9})
+    wanted = engine.generate([[1], [2], [3]], params)
+    monkeypatch.setattr(Runner, "step", hungry)
+    done = engine.generate([[1], [2], [3], [4]], [params, params, params, SamplingParams(max_tokens=6, logit_bias={13: 1e9})])
+    assert [one.finish_reason for one in done] == ["length"] * 3 + ["error"]
+    assert done[3].error == "out of memory"
+    assert [one.token_ids for one in done[:3]] == [one.token_ids for one in wanted]
+    assert engine.memory.core_pages.num_free == engine.memory.core_pages.num_pages
+
+
+def test_cancellation_takes_effect_within_a_tick():
+    engine = Engine(ouro_like(), max_rows=1, max_length=64)
+    first, second = (engine.submit([number], SamplingParams(max_tokens=40))[0] for number in (1, 2))
+    for _ in range(5):
+        engine.tick()
+    steps = engine.stats.core_steps
+    engine.cancel(first)
+    engine.cancel(first)
+    events = engine.tick()
+    assert [event.completion.finish_reason for event in events if event.completion] == ["cancelled"]
+    assert engine.stats.core_steps <= steps + 1
+    assert [row.request.number for row in engine.scheduler.rows] == [second]
+
+
+# The model's own weights ---------------------------------------------------------------------------------------
+
+
+def test_the_engine_reads_the_models_weights_where_they_are(tmp_path):
+    """No second copy: training or loading into the model is seen, and it can be saved as before."""
+    model = ouro_like(dtype=torch.float32)
+    before = copy.deepcopy(model.state_dict())
+    engine = Engine(model, max_length=64)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    again = Engine(model, max_length=64)
+    ours, theirs = (one.runner.backbone.core[0].attention.qkv.weight for one in (engine, again))
+    assert ours.data_ptr() == theirs.data_ptr() == model.model.core[0].attention.q_proj.weight.data_ptr()
+    first = engine.generate([[1, 2, 3]], GREEDY)[0].token_ids
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.7)
+    engine.forget_prefixes()
+    assert engine.generate([[1, 2, 3]], GREEDY)[0].token_ids != first
+    looplm.save(model, tmp_path / "saved")
+    loaded = looplm.load(tmp_path / "saved")
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.state_dict().items())
+
+
+def test_two_engines_of_different_depth_share_one_model():
+    model = ouro_like(dtype=torch.float32)
+    deep, shallow = Engine(model, max_length=64), Engine(model, loops=2, kv="last", max_length=64)
+    wanted = [engine.generate([[1, 2, 3]], GREEDY)[0].token_ids for engine in (deep, shallow)]
+    streams = [engine.stream([1, 2, 3], GREEDY) for engine in (deep, shallow)]
+    got = [[event.token for event in stream if event.token is not None] for stream in streams]
+    assert got == wanted
+
+
+def test_a_convergence_exit_that_never_fires_runs_all_loops():
+    engine = Engine(ouro_like(), depth=StateConverged(1e-9), max_length=64)
+    assert engine.generate([[1, 2, 3]], SamplingParams(max_tokens=5))[0].loops == [4] * 5
