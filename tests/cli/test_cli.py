@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -146,3 +147,22 @@ def test_a_missing_extra_is_named(module, extra, verb):
     assert done.returncode == 1
     assert f"needs the '{extra}' extra: pip install 'looplm[{extra}]'" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["train", "mini_stage1", "stepz=1"], "looplm: recipe mini_stage1: unknown key 'stepz'"),
+        (["train"], "looplm: Missing argument 'recipe'. (see --help)"),
+        (["alone"], "looplm: rank 1: the disk of one node is full"),
+    ],
+)
+def test_several_processes_say_a_mistake_once(arguments, line):
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d",
+        "--rdzv_endpoint", "127.0.0.1:0", str(Path(__file__).parent / "distributed_verb.py"), *arguments,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    said = [one for one in done.stderr.splitlines() if one.startswith("looplm: ")]
+    assert said == [line]
+    assert done.returncode != 0

@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 
 from looplm.training import load_recipe, train
 from looplm.training.checkpoints import complete_checkpoints
+from looplm.training.distribution import World
+from looplm.training.run_folder import alone_in
 
 RECIPE = """
 out: unset
@@ -79,15 +81,18 @@ def alone(recipe_file):
     return found
 
 
-def launch(processes, recipe_file, runs):
-    script = Path(__file__).parent / "distributed_train.py"
+def torchrun(processes, *program):
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", "0",
-        "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0", str(script), str(recipe_file), *runs,
+        "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0", *map(str, program),
     ]  # fmt: skip
-    done = subprocess.run(
+    return subprocess.run(
         command, capture_output=True, text=True, timeout=280, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
+
+
+def launch(processes, *arguments, script="distributed_train.py"):
+    done = torchrun(processes, Path(__file__).parent / script, *arguments)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
@@ -114,7 +119,7 @@ def test_processes_agree(recipe_file, alone, processes):
             out = recipe_file.parent / f"{parallel}{processes}" / name.replace(" ", "_")
             outs[name, parallel] = out
             runs.append(";".join([str(out), f"parallel={parallel}", *overrides]))
-    launch(processes, recipe_file, runs)
+    launch(processes, recipe_file, *runs)
     for (name, parallel), out in outs.items():
         checkpoint = complete_checkpoints(out / "checkpoints")[-1]
         torch.testing.assert_close(
@@ -126,7 +131,7 @@ def test_processes_agree(recipe_file, alone, processes):
 def test_a_run_goes_on_with_another_number_of_processes(recipe_file, alone):
     """Three steps on two FSDP processes, the rest on one; then three on one, the rest on two."""
     out = recipe_file.parent / "moved"
-    launch(2, recipe_file, [";".join([str(out), "parallel=fsdp", *CASES["averaged"]])])
+    launch(2, recipe_file, ";".join([str(out), "parallel=fsdp", *CASES["averaged"]]))
     last, first = complete_checkpoints(out / "checkpoints")[::-1]
     for file in sorted(last.rglob("*"), reverse=True):
         file.rmdir() if file.is_dir() else file.unlink()
@@ -135,3 +140,17 @@ def test_a_run_goes_on_with_another_number_of_processes(recipe_file, alone):
     resumed = train(load_recipe(recipe_file, [f"out={out}", *CASES["averaged"]]))
     assert resumed.step == 6
     assert_same(alone["averaged"], resumed.checkpoint)
+
+
+def test_a_sharded_model_is_put_together_on_the_leading_process_alone(tmp_path):
+    launch(2, tmp_path / "found", script="distributed_gather.py")
+    assert (tmp_path / "found").read_text() == "agreed"
+
+
+def test_a_folder_in_use_stops_every_process(recipe_file, tmp_path):
+    """The leading process alone sees the lock; nobody waits for it afterwards."""
+    with alone_in(tmp_path / "run", World()):
+        done = torchrun(2, "-m", "looplm", "train", recipe_file, f"out={tmp_path / 'run'}")
+    assert done.returncode != 0
+    assert done.stderr.count("another process trains in") == 1
+    assert "Traceback (most recent call last)" not in done.stderr.split("torch/distributed/elastic")[0]

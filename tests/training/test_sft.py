@@ -12,7 +12,9 @@ import looplm
 from conftest import tiny_config
 from looplm.cli.main import app
 from looplm.data.tokenizer import CHAT_TOKENS, train_tokenizer
+from looplm.models.convert.duplicate import duplicate_core
 from looplm.training import load_recipe, train
+from looplm.training.adapters import Lora, add_adapter
 
 TALKS = [("What is two plus two?", "It is four."), ("And three plus three?", "Six.")]
 
@@ -94,6 +96,13 @@ def test_a_lora_run_resumes_bit_for_bit(base, talks, tmp_path):
 def test_any_objective_will_do(base, talks, tmp_path, objective):
     done = train(recipe(base, talks, tmp_path / "run", f"objective={objective}", "steps=3"))
     assert done.finished
+
+
+def test_a_core_with_adapters_is_not_duplicated(base):
+    model = looplm.load(base)
+    add_adapter(model, Lora(rank=2), seed=0)
+    with pytest.raises(ValueError, match=r"holds no 'model.core.0.*'; if it carries adapters, merge them"):
+        duplicate_core(model)
 
 
 def test_a_new_model_takes_no_adapter(talks, tmp_path):

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from looplm.cli.bench import bench
-from looplm.cli.errors import INTERRUPTED, one_line_errors
+from looplm.cli.errors import INTERRUPTED, complain, one_line_errors
 from looplm.cli.study import study
 from looplm.cli.tables import AsJson, print_rows
 
@@ -102,10 +102,12 @@ def average(
 
 
 def _report(done: "RunResult") -> None:
-    if int(os.environ.get("RANK", "0")) == 0:
+    leads = int(os.environ.get("RANK", "0")) == 0
+    if leads:
         typer.echo(f"checkpoint: {done.checkpoint}")
     if not done.finished:
-        typer.echo(f"stopped at step {done.step} of {done.steps}; the same command resumes", err=True)
+        if leads:
+            typer.echo(f"stopped at step {done.step} of {done.steps}; the same command resumes", err=True)
         raise typer.Exit(INTERRUPTED)
 
 
@@ -212,7 +214,7 @@ def main() -> None:
     except USAGE_ERROR as error:  # ty: ignore[invalid-exception-caught]
         message = " ".join(error.format_message().split())
         if message:  # empty where the help itself was shown
-            typer.echo(f"looplm: {message} (see --help)", err=True)
+            complain(f"{message} (see --help)")
         code = 2
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED

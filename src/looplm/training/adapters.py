@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from looplm.models import LoopLMForCausalLM
-from looplm.training.sharded import whole
+from looplm.training.sharded import gathered
 
 _FOLDER, _FILE = "adapter", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -67,12 +67,12 @@ def load_adapter(model: LoopLMForCausalLM, folder: Path) -> None:
         parameters[own].data.copy_(tensor)
 
 
-def gathered_adapter(model: LoopLMForCausalLM) -> dict[str, Tensor]:
-    """The adapter weights of `model`, whole, under PEFT's names; every process takes part."""
+def gathered_adapter(model: LoopLMForCausalLM, kept: bool = True) -> dict[str, Tensor]:
+    """The adapter weights of `model`, whole, under PEFT's names, where they are `kept`; every process takes part."""
+    own = {name: parameter.detach() for name, parameter in model.named_parameters() if is_adapter(name)}
     return {
-        _PREFIX + name.replace(f".{_NAME}.", "."): whole(parameter.detach()).cpu().contiguous()
-        for name, parameter in model.named_parameters()
-        if is_adapter(name)
+        _PREFIX + name.replace(f".{_NAME}.", "."): tensor.cpu().contiguous()
+        for name, tensor in _gathered(own, kept).items()
     }
 
 
@@ -90,14 +90,19 @@ def is_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
-def plain_model(model: LoopLMForCausalLM, weights: Mapping[str, Tensor] = MappingProxyType({})) -> LoopLMForCausalLM:
-    """A model without adapters or shards that computes what `model` does; every process takes part.
+def plain_model(
+    model: LoopLMForCausalLM, weights: Mapping[str, Tensor] = MappingProxyType({}), kept: bool = True
+) -> LoopLMForCausalLM | None:
+    """A model without adapters or shards that computes what `model` does, on the processes that it is `kept` on.
 
-    Nothing is copied that is whole already. `weights` replace tensors of the same name (an average of them).
+    Every process takes part, one tensor after the other; None where it is not kept. Shards are put together on the CPU,
+    and nothing is copied that is whole already. `weights` replace tensors of the same name (an average of them).
     """
+    tensors = _gathered(model.state_dict() | dict(weights), kept)
+    if not kept:
+        return None
     with torch.device("meta"):
         plain = LoopLMForCausalLM(model.config)
-    tensors = {name: whole(tensor.detach()) for name, tensor in (model.state_dict() | dict(weights)).items()}
     merged = {name.replace(".base_layer.", "."): value for name, value in tensors.items() if not is_adapter(name)}
     for down in (name for name in tensors if ".lora_A." in name):
         layer = down.partition(".lora_A.")[0]
@@ -109,3 +114,8 @@ def plain_model(model: LoopLMForCausalLM, weights: Mapping[str, Tensor] = Mappin
     plain.tie_weights()
     plain.generation_config = model.generation_config
     return plain
+
+
+def _gathered(tensors: Mapping[str, Tensor], kept: bool) -> dict[str, Tensor]:
+    whole = ((name, gathered(tensor.detach(), kept)) for name, tensor in tensors.items())
+    return {name: tensor for name, tensor in whole if tensor is not None}

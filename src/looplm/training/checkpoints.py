@@ -1,5 +1,6 @@
 """Checkpoints that count only when complete: written aside by every process, then renamed once."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -12,7 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from pydantic import TypeAdapter
+from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
@@ -23,17 +27,33 @@ from looplm.training.averaging import Ema
 from looplm.training.distribution import World
 from looplm.training.module import ObjectiveModule
 
-_PARTIAL = ".partial"
+_PARTIAL, _OLD = ".partial", ".old"
 _STATE, _META = "trainer", "trainer.json"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Base:
+    """The checkpoint that a run's adapters belong to: where it lay, and a hash of its config and weights."""
+
+    path: str
+    content: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where a run stands besides tensors: steps done, rows taken from each source, counters of the monitors."""
+    """Where a run stands besides tensors: steps done, rows taken from each source, counters of the monitors.
+
+    With fingerprints of what it must go on with: the rows of each source, and the checkpoint under its adapters.
+    """
 
     step: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     guard: dict[str, int] = field(default_factory=dict)
+    rows: dict[str, str] = field(default_factory=dict)
+    base: Base | None = None
+
+
+_PROGRESS = TypeAdapter(Progress)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,29 +86,31 @@ def save_checkpoint(
     """Write `folder/step-N`: a model folder with its tokenizer, and in `trainer/` what resuming needs beside it.
 
     `trainer/` is a distributed checkpoint in safetensors, read back on any number of processes. The folder appears
-    under its name in one rename, after its files are on disk. The oldest beyond `keep` go.
+    under its name in one rename, after its files are on disk; one that is there already stays. The oldest beyond `keep`
+    go.
     """
     target = folder / f"step-{progress.step:08d}"
+    if (target / _META).exists():
+        return target
     partial = target.with_suffix(_PARTIAL)
     if world.leads:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     world.wait()
     _write_state(partial / _STATE, _tensors(live, world), world)
-    model = plain_model(live.model)  # gathers shards, so every process takes part
-    averaged = None if live.ema is None else plain_model(live.model, live.ema.state_dict())
-    adapter = gathered_adapter(live.model)
+    _write_model(live.model, {}, partial, world)
+    if live.ema is not None:
+        _write_model(live.model, live.ema.state_dict(), partial / "ema", world)
+    adapter = gathered_adapter(live.model, kept=world.leads)
     if world.leads:
-        save(model, partial)
-        if averaged is not None:
-            save(averaged, partial / "ema")
         if live.lora is not None:
             save_adapter(live.lora, adapter, live.model.name_or_path or "", partial)
         tokenizer.save_pretrained(partial)
-        (partial / _META).write_text(json.dumps(asdict(progress)))
+        state = {file.name: file.stat().st_size for file in sorted((partial / _STATE).iterdir())}
+        (partial / _META).write_text(json.dumps(asdict(progress) | {_STATE: state}))
         _publish(partial, target)
         for old in complete_checkpoints(folder)[:-keep]:
-            shutil.rmtree(old)
+            _remove(old)
     world.wait()
     return target
 
@@ -98,8 +120,33 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-" + "[0-9]" * 8) if (path / _META).exists())
 
 
-def restore(checkpoint: Path, live: Live, world: World) -> Progress:
-    """Put optimiser, averages, and random state back (the weights are loaded with the model)."""
+def content_hash(checkpoint: Path) -> str:
+    """A hash of a checkpoint's config and weights, all of their bytes."""
+    found = hashlib.blake2b(digest_size=16)
+    for path in (checkpoint / "config.json", *sorted(checkpoint.glob("*.safetensors"))):
+        with path.open("rb") as file:
+            found.update(path.name.encode() + hashlib.file_digest(file, "blake2b").digest())
+    return found.hexdigest()
+
+
+def clear_unfinished(folder: Path) -> None:
+    """Remove what writing or removing a checkpoint left behind when its process died."""
+    for suffix in (_PARTIAL, _OLD):
+        for stale in folder.glob(f"step-*{suffix}"):
+            shutil.rmtree(stale)
+
+
+def restore(checkpoint: Path, live: Live, world: World) -> None:
+    """Put optimiser, averages, and random state back (the weights are loaded with the model).
+
+    Raises:
+        ValueError: if a file of the state is missing or damaged, or is the state of another model.
+    """
+    with intact(checkpoint, _STATE):
+        _read_state(checkpoint, live, world)
+
+
+def _read_state(checkpoint: Path, live: Live, world: World) -> None:
     reader = HuggingFaceStorageReader(str(checkpoint / _STATE))
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     parameters = dict(live.model.named_parameters())
@@ -116,12 +163,36 @@ def restore(checkpoint: Path, live: Live, world: World) -> Progress:
     with _alone_by_intent():
         dcp.load(state, storage_reader=reader, no_dist=world.size == 1)
     _put_back(state, live, parameters, own_rng)
-    return read_progress(checkpoint)
 
 
 def read_progress(checkpoint: Path) -> Progress:
-    """Where the run stood at a complete checkpoint."""
-    return Progress(**json.loads((checkpoint / _META).read_text()))
+    """Where the run stood at a complete checkpoint.
+
+    Raises:
+        ValueError: if trainer.json is damaged, or a file that it names is missing or has another size.
+    """
+    with intact(checkpoint, _META):
+        stored = json.loads((checkpoint / _META).read_text())
+        progress = _PROGRESS.validate_python({name: value for name, value in stored.items() if name != _STATE})
+        sizes = dict(stored[_STATE])
+    for name, size in sizes.items():
+        with intact(checkpoint, f"{_STATE}/{name}"):
+            if (found := (checkpoint / _STATE / name).stat().st_size) != size:
+                raise ValueError(f"{found} bytes where {size} were written")
+    return progress
+
+
+@contextmanager
+def intact(checkpoint: Path, part: str) -> Generator[None]:
+    """Inside, a part of a run's checkpoint that cannot be read ends in one line that names it and the way out."""
+    try:
+        yield
+    except (CheckpointException, SafetensorError, KeyError, TypeError, AttributeError, ValueError, OSError) as error:
+        reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        line = (str(reason).splitlines() or [type(reason).__name__])[0]
+        raise ValueError(
+            f"{checkpoint / part} is damaged ({line}); remove {checkpoint}, and the run goes on from the one before it"
+        ) from error
 
 
 def _put_back(state: Mapping[str, Tensor], live: Live, parameters: Mapping[str, Any], own_rng: str) -> None:
@@ -164,6 +235,12 @@ def _tensors(live: Live, world: World) -> dict[str, Tensor]:
     return tensors | {f"rng/{world.rank}": torch.get_rng_state()}
 
 
+def _write_model(model: LoopLMForCausalLM, weights: Mapping[str, Tensor], folder: Path, world: World) -> None:
+    plain = plain_model(model, weights, kept=world.leads)  # gathers shards, so every process takes part
+    if plain is not None:
+        save(plain, folder)
+
+
 def _write_state(folder: Path, tensors: dict[str, Tensor], world: World) -> None:
     writer = HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
     with _alone_by_intent():
@@ -188,9 +265,18 @@ def _place_for(parameter: Tensor | None, meta: Any) -> Tensor:
 def _publish(partial: Path, target: Path) -> None:
     for file in partial.rglob("*"):
         _sync(file)
-    shutil.rmtree(target, ignore_errors=True)
+    if target.exists():  # what is left of a checkpoint; a complete one is never written again
+        _remove(target)
     os.replace(partial, target)
     _sync(target.parent)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Take a checkpoint away in one rename, so that nobody ever finds a part of it under its name."""
+    old = checkpoint.with_suffix(_OLD)
+    shutil.rmtree(old, ignore_errors=True)
+    os.replace(checkpoint, old)
+    shutil.rmtree(old)
 
 
 def _sync(path: Path) -> None:

@@ -2,9 +2,10 @@
 
 import atexit
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from looplm.training.module import ObjectiveModule
 
 Parallel = Literal["ddp", "fsdp"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,24 @@ class World:
             tensor = tensor.to(self.device, copy=True)
             dist.all_reduce(tensor)
         return tensor
+
+    def led(self, action: Callable[[], T]) -> T | None:
+        """What `action` gives, on the leading process, which alone does it; None elsewhere.
+
+        Raises:
+            ValueError: if it fails for its input or for a file, on every process, so that none waits for another.
+        """
+        found, fault = None, [None]
+        if self.leads:
+            try:
+                found = action()
+            except (ValueError, OSError) as error:
+                fault = [str(error)]
+        if self.size > 1:
+            dist.broadcast_object_list(fault)
+        if fault[0] is not None:
+            raise ValueError(fault[0])
+        return found
 
     def wait(self) -> None:
         """Until every process is here."""

@@ -2,12 +2,15 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
+
+_RECORDS, _BOARD = "log.jsonl", "tensorboard"
 
 
 class Log(Protocol):
@@ -41,10 +44,10 @@ class RunLog:
 
     def __init__(self, folder: Path, start: int, console: Console) -> None:
         self.console = console
-        self.path = folder / "log.jsonl"
+        self.path = folder / _RECORDS
         self.printed: set[str] = set()
         _forget_after(self.path, start)
-        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
+        self.writer = SummaryWriter(str(folder / _BOARD), purge_step=start + 1)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Record `values` after `step` steps."""
@@ -92,6 +95,12 @@ class StepProgress:
             self.console.print(f"{self.title}: step {step}/{self.steps}  {note}", highlight=False)
 
 
+def clear_log(folder: Path) -> None:
+    """Remove what a `RunLog` wrote under `folder`."""
+    (folder / _RECORDS).unlink(missing_ok=True)
+    shutil.rmtree(folder / _BOARD, ignore_errors=True)
+
+
 def _forget_after(path: Path, start: int) -> None:
     if not path.exists():
         return
@@ -104,5 +113,5 @@ def _forget_after(path: Path, start: int) -> None:
 def _step(line: str) -> float:
     try:
         return json.loads(line)["step"]
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, TypeError):
         return float("inf")  # a line cut by a crash

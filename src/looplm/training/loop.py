@@ -4,7 +4,7 @@ import signal
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,11 +51,11 @@ def run_steps(
             loss, metrics = accumulate(session, batch, done.step)
             norms = session.reporter.gradient_norms() if due(done.step + 1, recipe.log_every, session.steps) else {}
             norm = clip_grad_norm_(live.trained(), recipe.clip_norm)
-            if admitted(session, float(whole(norm)), done, save):
+            if admitted(session, float(whole(norm)), done, saved, save):
                 update(live)
             if live.module.stability is not None:
                 live.module.stability.end_step(world.sum)
-            done = Progress(step=done.step + 1, counts=batch.counts, guard=session.guard.state_dict())
+            done = replace(done, step=done.step + 1, counts=batch.counts, guard=session.guard.state_dict())
             total, stop = world.sum(torch.tensor([loss.item(), float(interrupted())], dtype=torch.float64)).tolist()
             if due(done.step, recipe.log_every, session.steps):
                 values = {"loss": total, "lr_factor": factor, "grad_norm": float(whole(norm))} | norms
@@ -111,13 +111,16 @@ def set_rates(live: Live, factor: float) -> float:
     return factor
 
 
-def admitted(session: Session, norm: float, done: Progress, save: Callable[[Progress], object]) -> bool:
+def admitted(session: Session, norm: float, done: Progress, saved: int, save: Callable[[Progress], object]) -> bool:
     """Whether the step's gradient is to be used; where the run must stop for it, what was reached is saved first."""
     try:
         return session.guard.admits(norm, done.step)
-    except ValueError:
+    except ValueError as error:
+        if not saved and session.guard.skipped > done.step:
+            raise  # no step has moved a weight: there is nothing to keep, and the folder is free for another recipe
         save(done)
-        raise
+        out = session.recipe.out
+        raise ValueError(f"{error} under another out=; init_from={out} starts it from step {done.step}") from error
 
 
 def update(live: Live) -> None:

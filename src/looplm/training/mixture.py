@@ -1,5 +1,6 @@
 """The sources that a recipe names, and the plan that deals a step's rows to them."""
 
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,6 +21,7 @@ from looplm.tasks import Example
 from looplm.training.data_recipe import ChatSource, Data, ShardSource, Source, TaskSource, TextSource
 
 _HELD_OUT_SEED = 10**9  # far from any training row's questions
+_HASHED = 16  # rows of a source; they are drawn from all over it
 _PER_ROW = 1024  # more questions than a row can hold
 
 
@@ -80,6 +82,10 @@ class Mixture:
         rows = {name: source.held_out() for name, source in self.sources.items()}
         return {name: stack(found) for name, found in rows.items() if found}
 
+    def fingerprints(self) -> dict[str, str]:
+        """A hash of every source's rows: how many an epoch has, and what the first of them hold."""
+        return {name: _fingerprint(source) for name, source in self.sources.items()}
+
     def deal(self, counts: Mapping[str, int], num_rows: int) -> list[tuple[str, int]]:
         """(source, row of that source) of the next `num_rows` rows, after `counts` rows of each were taken.
 
@@ -116,6 +122,15 @@ class Mixture:
             left -= self.data.rows_at(steps)
             steps += 1
         return steps
+
+
+def _fingerprint(source: RowSource) -> str:
+    epoch = source.rows_in_epochs(1)
+    found = hashlib.blake2b(str(epoch).encode(), digest_size=16)
+    for index in range(_HASHED if epoch is None else min(_HASHED, epoch)):
+        for _, column in sorted(source.row(index).items()):
+            found.update(column.numpy().tobytes())
+    return found.hexdigest()
 
 
 def _seed_of(seed: int, index: int) -> int:

@@ -13,37 +13,40 @@ from looplm.models import LoopLMConfig, LoopLMForCausalLM, load
 from looplm.models.convert.duplicate import duplicate_core
 from looplm.models.reading import find_folder
 from looplm.training.adapters import add_adapter, is_adapter, load_adapter
-from looplm.training.checkpoints import complete_checkpoints
+from looplm.training.checkpoints import Base, complete_checkpoints, content_hash, intact
 from looplm.training.data_recipe import TaskSource, TextSource
 from looplm.training.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A model under its recipe, and its tokenizer."""
+    """A model under its recipe, its tokenizer, and the checkpoint that its adapters belong to if it has any."""
 
     model: LoopLMForCausalLM
     tokenizer: PreTrainedTokenizerFast
+    base: Base | None = None
 
 
-def open_run(recipe: Recipe, resume: Path | None) -> Opened:
-    """What `recipe` trains: from `resume`, a checkpoint of this run, or from the recipe's own start.
+def open_run(recipe: Recipe, resume: Path | None, base: Base | None = None) -> Opened:
+    """What `recipe` trains: from `resume`, a checkpoint of this run on `base`, or from the recipe's own start.
 
     Raises:
-        ValueError: if the model, tokenizer or checkpoint is unusable, named.
+        ValueError: if the model, tokenizer or checkpoint is unusable, named, or is another than `base`.
     """
     dtype = torch.float64 if recipe.precision == "float64" else torch.float32
     if resume is not None and recipe.lora is None:
-        opened = Opened(model=load(resume, dtype), tokenizer=load_tokenizer(resume))
+        with intact(resume, ""):
+            opened = Opened(model=load(resume, dtype), tokenizer=load_tokenizer(resume))
     elif recipe.init_from is not None:
-        opened = _continued(recipe, latest_checkpoint(recipe.init_from))
+        opened = _continued(recipe, recipe.init_from, dtype, base)
     else:
         opened = _new(recipe)
     model = opened.model.to(dtype).train()
     if recipe.lora is not None:
         add_adapter(model, recipe.lora, recipe.seed)
         if resume is not None:
-            load_adapter(model, resume)
+            with intact(resume, "adapter"):
+                load_adapter(model, resume)
     recipe.objective.check_model(model.config)
     recipe.objective.check_loops(recipe.depth_schedule(model.config.loops).lowest)
     if recipe.stability is not None:
@@ -74,12 +77,22 @@ def latest_checkpoint(path: str | Path) -> Path:
     return done[-1]
 
 
-def _continued(recipe: Recipe, checkpoint: Path) -> Opened:
-    model = load(checkpoint)
+def _continued(recipe: Recipe, init_from: str, dtype: torch.dtype, base: Base | None) -> Opened:
+    pinned = base is not None and Path(base.path).is_dir()
+    checkpoint = Path(base.path) if pinned else latest_checkpoint(init_from).absolute()
+    model = load(checkpoint, dtype)
+    if recipe.lora is not None:
+        found = Base(path=str(checkpoint), content=content_hash(checkpoint))
+        if base is not None and found.content != base.content:
+            raise ValueError(
+                f"the adapters in {recipe.out} belong to what {base.path} held, and {checkpoint} holds another model; "
+                "put that back, or begin anew under another out="
+            )
+        base = found
     if recipe.duplicate is not None:
         model = duplicate_core(model, recipe.duplicate.factor, recipe.duplicate.order)
     changes = (recipe.model or {}) | ({} if recipe.loops is None else {"loops": recipe.loops})
-    return Opened(model=_changed(model, changes), tokenizer=load_tokenizer(checkpoint))
+    return Opened(model=_changed(model, changes), tokenizer=load_tokenizer(checkpoint), base=base)
 
 
 def _changed(model: LoopLMForCausalLM, changes: dict[str, Any]) -> LoopLMForCausalLM:
@@ -102,12 +115,18 @@ def _changed(model: LoopLMForCausalLM, changes: dict[str, Any]) -> LoopLMForCaus
 
 
 def _new(recipe: Recipe) -> Opened:
-    tokenizer = load_tokenizer(recipe.tokenizer) if recipe.tokenizer is not None else _new_tokenizer(recipe)
+    tokenizer = _tokenizer_at(recipe.tokenizer) if recipe.tokenizer is not None else _new_tokenizer(recipe)
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     torch.manual_seed(recipe.seed)
     defaults = {"loops": recipe.loops or 4, **ids}
     values: dict[str, Any] = defaults | (recipe.model or {}) | {"vocab_size": len(tokenizer)}
     return Opened(model=LoopLMForCausalLM(LoopLMConfig(**values)), tokenizer=tokenizer)
+
+
+def _tokenizer_at(place: str) -> PreTrainedTokenizerFast:
+    """The tokenizer in a folder of its own, or of a checkpoint, a run or a hub id."""
+    folder = Path(place)
+    return load_tokenizer(folder if (folder / "tokenizer.json").exists() else latest_checkpoint(folder))
 
 
 def _new_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:

@@ -1,10 +1,8 @@
 """One run from recipe to checkpoint: build or resume, train, leave a folder that says what was done."""
 
-import json
-import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -21,8 +19,9 @@ from looplm.training.module import ObjectiveModule
 from looplm.training.monitors import NonFiniteGuard
 from looplm.training.opening import Opened, open_run, trained
 from looplm.training.optimizers import build_optimizers
-from looplm.training.recipe import Recipe, resolved
+from looplm.training.recipe import Recipe
 from looplm.training.reporting import Reporter
+from looplm.training.run_folder import alone_in, claim, refuse_another
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,23 +48,39 @@ def train(recipe: Recipe, console: Console | None = None, title: str = "train") 
         ValueError: if the folder belongs to another recipe, or the recipe's model, text or checkpoint is unusable;
             nothing is written then.
     """
-    folder = Path(recipe.out)
-    world = open_world()
-    _refuse_another(folder, resolved(recipe))
+    folder, world = Path(recipe.out), open_world()
+    finished = _finished(recipe, folder)
+    if finished is not None:
+        return finished
+    with alone_in(folder, world):
+        return _train(recipe, folder, world, console or Console(stderr=True), title)
+
+
+def _finished(recipe: Recipe, folder: Path) -> RunResult | None:
+    """The run in `folder` if it is done; neither model nor text is needed then."""
+    refuse_another(folder, recipe)
     done = complete_checkpoints(folder / "checkpoints")
-    if done and read_progress(done[-1]).step == recipe.steps:
-        return RunResult(checkpoint=done[-1], step=recipe.steps, steps=recipe.steps)  # neither model nor text is needed
-    opened = open_run(recipe, done[-1] if done else None)
+    if not done or read_progress(done[-1]).step != recipe.steps:
+        return None
+    return RunResult(checkpoint=done[-1], step=recipe.steps, steps=recipe.steps)
+
+
+def _train(recipe: Recipe, folder: Path, world: World, console: Console, title: str) -> RunResult:
+    refuse_another(folder, recipe)  # again, now that nobody else can claim it
+    done = complete_checkpoints(folder / "checkpoints")
+    start = read_progress(done[-1]) if done else Progress()
+    opened = open_run(recipe, done[-1] if done else None, start.base)
     data = Mixture(recipe.data, opened.tokenizer, recipe.seed)
+    start = replace(start, rows=_same_rows(data, start.rows, folder), base=opened.base)
     steps = recipe.steps or data.steps_in_epochs(recipe.epochs or 1)
+    if start.step > steps:
+        raise ValueError(f"{folder} holds {start.step} steps already, more than steps={steps}; give another out=")
     world.wait()  # nobody writes before everybody has looked
     session = _session(recipe, opened, data, steps, world)
-    start = restore(done[-1], session.live, world) if done else Progress()
+    if done:
+        restore(done[-1], session.live, world)
     session.guard.load_state_dict(start.guard)
-    if start.step < steps:
-        step = _run(session, opened, data, start, folder, console or Console(stderr=True), title)
-    else:
-        step = start.step
+    step = _run(session, opened, data, start, folder, console, title) if start.step < steps else steps
     return RunResult(checkpoint=complete_checkpoints(folder / "checkpoints")[-1], step=step, steps=steps)
 
 
@@ -89,8 +104,7 @@ def _run(
     session: Session, opened: Opened, data: Mixture, start: Progress, folder: Path, console: Console, title: str
 ) -> int:
     recipe, world = session.recipe, session.world
-    if world.leads:
-        _claim(folder, resolved(recipe))
+    world.led(lambda: claim(folder, recipe))
     loader = StepLoader(
         data,
         start.counts,
@@ -102,7 +116,7 @@ def _run(
         epochs=recipe.epochs,
     )
     log = RunLog(folder, start.step, console) if world.leads else SilentLog()
-    if dropped := _dropped(data):
+    if start.step == 0 and (dropped := _dropped(data)):
         log.write(start.step, dropped)
 
     def save(progress: Progress) -> Path:
@@ -117,6 +131,18 @@ def _run(
         log.close()
 
 
+def _same_rows(data: Mixture, before: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """The fingerprints of the sources, which must be those from `before`, if the run has any."""
+    found = data.fingerprints()
+    for name, stored in before.items():
+        if found[name] != stored:
+            raise ValueError(
+                f"data.sources.{name} does not give the rows any more that the run in {folder} learns from; "
+                f"put its data back, or start another out= with init_from={folder}"
+            )
+    return found
+
+
 def _dropped(data: Mixture) -> dict[str, float]:
     """How many conversations of each chat source were too long for a row, left out or cut."""
     chats = {name: source for name, source in data.sources.items() if isinstance(source, ChatRows)}
@@ -124,37 +150,3 @@ def _dropped(data: Mixture) -> dict[str, float]:
         f"{what}/{name}": getattr(source, what) for name, source in chats.items() for what in ("dropped", "truncated")
     }
     return {name: count for name, count in counted.items() if count}
-
-
-def _refuse_another(folder: Path, recipe: dict[str, Any]) -> None:
-    held = folder / "recipe.json"
-    if not held.exists():
-        return
-    try:
-        before = json.loads(held.read_text())
-    except ValueError as error:
-        raise ValueError(f"{held} is damaged; remove {folder} or give another out=") from error
-    before = before | {name: recipe[name] for name in _NOT_THE_RUN}
-    if before != recipe:
-        changed = _first_difference(before, recipe)
-        raise ValueError(f"{folder} holds a run of another recipe ({changed} differs); give another out= or remove it")
-
-
-# The same folder by another path is the same run, and these decide memory and speed alone.
-_NOT_THE_RUN = ("out", "micro_rows", "checkpointing", "parallel")
-
-
-def _claim(folder: Path, recipe: dict[str, Any]) -> None:
-    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    held = folder / "recipe.json"
-    if not held.exists():
-        aside = held.with_suffix(".partial")
-        aside.write_text(json.dumps(recipe, indent=2) + "\n")
-        os.replace(aside, held)
-
-
-def _first_difference(before: Any, now: Any, where: str = "") -> str:
-    if isinstance(before, dict) and isinstance(now, dict):
-        key = next(key for key in sorted({*before, *now}) if before.get(key) != now.get(key))
-        return _first_difference(before.get(key), now.get(key), f"{where}.{key}".lstrip("."))
-    return where

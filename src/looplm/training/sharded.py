@@ -10,6 +10,17 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def gathered(tensor: Tensor, kept: bool) -> Tensor | None:
+    """All of a tensor that may be sharded, then on the CPU, where it is `kept`; every process must ask.
+
+    A device holds no more than this one tensor whole for it, and only until the next.
+    """
+    found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not kept:
+        return None
+    return found.cpu() if isinstance(tensor, DTensor) else found
+
+
 def reshard(module: nn.Module) -> None:
     """Give up the whole weights that a forward without backward has gathered: only shards are trained and saved."""
     for part in module.modules():

@@ -17,7 +17,7 @@ def duplicate_core(
     duplicated, hence both orders: of layers a, b, "stack" makes a b a b and "interleave" a a b b.
 
     Raises:
-        ValueError: if `factor` or `order` is not one of these.
+        ValueError: if `factor` or `order` is not one of these, or the model's projections carry adapters.
     """
     if factor < 2:
         raise ValueError(f"factor={factor} must be at least 2: it is how often each core layer will be there")
@@ -31,7 +31,11 @@ def duplicate_core(
     with torch.device("meta"):
         deeper = LoopLMForCausalLM(config)
     before = model.state_dict()
-    tensors = {name: before[_source(name, orders[order])].clone() for name in deeper.state_dict()}
+    sources = {name: _source(name, orders[order]) for name in deeper.state_dict()}
+    absent = sorted(set(sources.values()) - set(before))
+    if absent:
+        raise ValueError(f"the model holds no '{absent[0]}'; if it carries adapters, merge them before duplicating")
+    tensors = {name: before[source].clone() for name, source in sources.items()}
     deeper.load_state_dict(tensors, strict=True, assign=True)
     deeper.tie_weights()
     deeper.generation_config = copy.deepcopy(model.generation_config)
