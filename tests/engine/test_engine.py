@@ -170,6 +170,18 @@ def test_n_completions_differ_and_come_in_order(worded):
     assert [one.token_ids for one in engine.generate(["to be"], sampled)] == [one.token_ids for one in done[:3]]
 
 
+@pytest.mark.parametrize("rope", ["split_half", "learned"])
+def test_the_longest_text_fits_to_the_last_place(rope):
+    model = ouro_like(rope=rope, max_position_embeddings=21)
+    prompt = [1, 2, 3]
+    wanted = model.generate(torch.tensor([prompt]), max_new_tokens=18, do_sample=False)[0, 3:]
+    done = Engine(model, max_length=21).generate([prompt], SamplingParams(max_tokens=18))
+    assert done[0].token_ids == wanted.tolist()
+    if rope == "learned":
+        with pytest.raises(ValueError, match="max_position_embeddings=21"):
+            Engine(model, max_length=22)
+
+
 # Limits and failures -------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from looplm.data.tokenizer import load_tokenizer
 from looplm.engine import DepthPolicy, Engine, ExitCDF, FixedLoops, SamplingParams, Speculation, TokenEvent
 from looplm.engine.calibration import load_calibration
 from looplm.models import load
+from looplm.models.backbone import check_loops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class Depth:
                 raise ValueError("--calibrated brings its own depth; leave --loops and --exit out")
             found = load_calibration(folder)
             return found.policy(), found.max_loops
-        most = self.loops or loops
+        most = loops if self.loops is None else check_loops(self.loops)
         return (FixedLoops(most) if self.exit_threshold is None else ExitCDF(self.exit_threshold)), most
 
 

@@ -116,7 +116,7 @@ def _report(done: "RunResult") -> None:
 def generate(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint, a run folder or a hub id.")],
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
-    loops: Annotated[int | None, typer.Option(min=1, help="Loops per token; the model's own by default.")] = None,
+    loops: Annotated[int | None, typer.Option(help="Loops per token; the model's own by default.")] = None,
     exit_threshold: Annotated[
         float | None,
         typer.Option("--exit", min=0.0, max=1.0, help="Leave at the first loop whose exit CDF reaches this."),

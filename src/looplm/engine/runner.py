@@ -214,8 +214,9 @@ class Runner:
         return self._call(positions, mask, store, self.seeds[self._tensor(part.lanes)])
 
     def _call(self, positions: Tensor, mask: Tensor, store: PagedStore, seeds: Tensor) -> LoopContext:
+        known = positions.clamp(max=len(self.cos) - 1)  # past the end lies only what fills up a prompt's last block
         return LoopContext(
-            position_ids=positions, rotary=(self.cos[positions][:, None], self.sin[positions][:, None]), mask=mask,
+            position_ids=known, rotary=(self.cos[known][:, None], self.sin[known][:, None]), mask=mask,
             store=store, past_length=1, state_seed=seeds,
         )  # fmt: skip
 
