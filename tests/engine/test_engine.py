@@ -218,9 +218,13 @@ def test_what_cannot_be_is_refused_in_one_line(ask, message):
 
 def test_what_can_never_fit_is_refused_at_admission():
     engine = Engine(ouro_like(dtype=torch.float32), max_length=4096, kv_bytes=2**18)  # 16 blocks of 16 tokens
-    with pytest.raises(ValueError, match="holds about 256 tokens"):
+    with pytest.raises(ValueError, match="holds 256 tokens"):
         engine.submit([1] * 200, SamplingParams(max_tokens=57))
     assert engine.generate([[1] * 200], SamplingParams(max_tokens=56))[0].finish_reason == "length"
+    shared = Engine(ouro_like(dtype=torch.float32), kv="last", max_length=4096, kv_bytes=2**18)
+    with pytest.raises(ValueError, match="the prompt of 257 tokens"):  # all loops of it, while it is prefilled
+        shared.submit([1] * 257, SamplingParams(max_tokens=5))
+    assert shared.generate([[1] * 256], SamplingParams(max_tokens=200))[0].finish_reason == "length"
 
 
 def test_a_state_that_is_not_a_number_ends_its_row_alone():

@@ -74,7 +74,7 @@ def check_pages(engine: Engine) -> None:
     for pages, users in ((memory.core_pages, held), (memory.boundary_pages, edges)):
         assert {page: count for page, count in enumerate(pages.users) if count and page > 1} == dict(users)
         assert sorted(pages._free) == [page for page, count in enumerate(pages.users) if count == 0]
-    lanes = [lane.number for row in engine.scheduler.rows for lane in row.lanes]
+    lanes = [lane.number for row in engine.scheduler.rows for lane in {*row.lanes, *row.behind}]
     assert sorted([*lanes, *engine.scheduler._lanes]) == list(range(len(engine.runner.state) - 1))
 
 
@@ -82,10 +82,11 @@ def check_pages(engine: Engine) -> None:
     ("family", "kv", "speculate", "kv_bytes", "steps"),
     [
         (ouro_like, "full", None, 2**16, 3000),
-        (ouro_like, "full", Speculation(entry=1), 2**16, 2500),
-        (ouro_like, "full", Speculation(entry=2, reread=False), 2**16, 1500),
+        (ouro_like, "full", Speculation(entry=1), 2**16, 2000),
+        (ouro_like, "full", Speculation(entry=2, reread=False), 2**16, 1000),
         (ouro_like, RingKV(2), None, 20 * 2**12, 1000),
         (ouro_like, "averaged", None, 30 * 2**11, 1000),
+        (ouro_like, "recomputed", None, 2**16, 1000),
         (huginn_like, "full", None, 9 * 7 * 2**11, 1000),
         (huginn_like, "full", Speculation(entry=1), 9 * 7 * 2**11, 1000),
         (huginn_like, AdjacentKV(2), None, 20 * 5 * 2**11, 1000),

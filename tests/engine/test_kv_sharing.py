@@ -7,6 +7,7 @@ import torch
 from engine_models import huginn_like, ouro_like
 from plain_decoding import decode_plainly
 
+from looplm.analysis.exit_decoding import decode_with_exits
 from looplm.engine import (
     AdjacentKV,
     AveragedKV,
@@ -62,6 +63,27 @@ def test_the_gate_decides_as_it_does_in_plain_decoding(policy: KVPolicy) -> None
     )  # fmt: skip
     assert len(set(depths)) > 1
     assert (done[0].token_ids, done[0].loops) == (tokens, depths)
+
+
+def test_recomputed_keys_are_those_of_running_every_loop() -> None:
+    """Then tokens and loops are what reading all loops afterwards gives, and no loop is run that nobody asks for."""
+    model = ouro_like(seed=3)
+    with torch.no_grad():
+        model.model.exit_gate.weight.mul_(20)
+    prompts = [[5, 9, 2, 44, 17], [1] * 20, [7]]
+    engine = Engine(model, kv="recomputed", depth=ExitCDF(0.6), max_length=64)
+    done = engine.generate(prompts, SamplingParams(max_tokens=NUM_TOKENS))
+    for prompt, completion in zip(prompts, done, strict=True):
+        made = decode_with_exits(model, torch.tensor([prompt]), 0.6, NUM_TOKENS)
+        assert completion.token_ids == [one.token for one in made]
+        assert completion.loops == [one.loop for one in made]
+    assert engine.stats.core_steps < 4 * 3 * (NUM_TOKENS - 1)
+    shallow = Engine(model, kv="recomputed", max_length=64)
+    shallow.generate(prompts, SamplingParams(max_tokens=NUM_TOKENS), replay=[1] * NUM_TOKENS)
+    assert shallow.stats.core_steps == 3 * (NUM_TOKENS - 1)
+    one_deep = Engine(model, kv="recomputed", max_length=64)
+    one_deep.generate([[7]], SamplingParams(max_tokens=4), replay=[1, 1, 1, 3])
+    assert one_deep.stats.core_steps == 1 + 1 + 3 + 2 * 2  # two tokens catch up two loops each
 
 
 def test_tokens_start_warm_from_their_predecessors_state() -> None:

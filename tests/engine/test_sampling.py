@@ -226,9 +226,12 @@ def a_crowd() -> tuple[torch.Tensor, list[Asked]]:
         {"temperature": 1.0, "logit_bias": {5: 2.0}}, {"frequency_penalty": 0.4, "top_k": 3},
     ]  # fmt: skip
     rows = [
-        ask(SamplingParams(**kinds[n % len(kinds)]), seed=n, index=n % 4, prompt=(n % VOCAB, 5), made=(7, n % 11), ends=(8,))
+        ask(
+            SamplingParams(**kinds[n % len(kinds)]), seed=n, index=n % 4, prompt=(n % VOCAB, 5), made=(7, n % 11),
+            ends=(8,),
+        )
         for n in range(45)
-    ]
+    ]  # fmt: skip
     return random_logits(45, seed=6), rows
 
 
@@ -323,8 +326,8 @@ def test_nonsense_is_refused_by_name(name: str, values: list) -> None:
 
 def test_the_ends_of_the_ranges_are_taken() -> None:
     params = SamplingParams(
-        max_tokens=1, min_tokens=1, temperature=0, top_p=1, min_p=1, seed=2**63 - 1, stop=("a", "b"), stop_token_ids=[0],
-        logit_bias={0: -100}, n=1, repetition_penalty=1,
+        max_tokens=1, min_tokens=1, temperature=0, top_p=1, min_p=1, seed=2**63 - 1, stop=("a", "b"),
+        stop_token_ids=[0], logit_bias={0: -100}, n=1, repetition_penalty=1,
     )  # fmt: skip
     assert params.stops == ("a", "b")
     assert SamplingParams(stop="ab").stops == ("ab",)

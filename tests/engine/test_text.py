@@ -1,10 +1,11 @@
-"""Text that is made token by token is the text of the whole, up to the first stop string, and never takes anything back."""
+"""Text made token by token is the text of the whole, up to the first stop string, and takes nothing back."""
 
 import random
 from collections.abc import Sequence
 
 import pytest
 import torch
+from tokenizers import decoders
 
 from looplm.data.tokenizer import CHAT_TOKENS, END_OF_TEXT, train_tokenizer
 from looplm.engine import Engine, SamplingParams
@@ -13,7 +14,11 @@ from looplm.models import LoopLMConfig, LoopLMForCausalLM
 
 BROKEN = "\ufffd"
 HARD = "hi 😀 ďáb 汉"
-CORPUS = ["The quick brown fox jumps over the lazy dog. " * 4, "own fox END ENDING .😀 !汉 naïve 汉字 👩‍👩‍👧", "a\n\n b\tc"]
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog. " * 4,
+    "own fox END ENDING .😀 !汉 naïve 汉字 👩‍👩‍👧",
+    "a\n\n b\tc",
+]
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +138,7 @@ def test_a_stop_counts_from_the_least_length_on() -> None:
     assert fed(pieces, range(4), ["END"], least=4) == (["END", " a ", "END", " END", ""], False)
     # "ab" was complete before; that it may still become "abcd" does not make it count now.
     assert fed(Pieces("xab", "y"), [0, 1], ["ab", "abcd"], least=1) == (["x", "aby", ""], False)
+    assert fed(Pieces("xab", "y"), [0, 1], ["ab", "zzzz"], least=1) == (["xab", "y", ""], False)
 
 
 # R21: characters of several bytes -----------------------------------------------------------------------------
@@ -218,6 +224,20 @@ def test_text_before_a_cut_character_in_one_token() -> None:
     assert fed(pieces, [0, 1, 2]) == (["one. ", "", "😀 two", ""], False)
     assert fed(pieces, [0, 1, 2], [". "]) == (["one", ""], True)
     assert fed(pieces, [0], ["e."], least=1) == (["one. ", BROKEN], False)
+
+
+def test_decoders_for_which_a_run_of_bytes_is_whole_or_broken() -> None:
+    """SentencePiece's byte fallback: a window that begins within a character would never be text again."""
+    decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+
+    class Fallback(Pieces):
+        def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
+            return decoder.decode([self.pieces[token] for token in tokens])
+
+    text = "😀汉ď" * 10
+    one = Fallback(*(f"<0x{byte:02X}>" for byte in range(256)))
+    sent, _ = fed(one, list(text.encode()))
+    assert sent == [*(part for letter in text for part in [""] * (len(letter.encode()) - 1) + [letter]), ""]
 
 
 def test_streams_keep_to_themselves(tokenizer) -> None:

@@ -15,13 +15,13 @@ from transformers import PreTrainedTokenizerBase
 from looplm.engine.batches import block_batch, lane_batch
 from looplm.engine.decisions import Decisions
 from looplm.engine.intake import Intake, Options, Prompt
-from looplm.engine.kv_policies import KVPolicy, kv_policy, slots_to_fill
+from looplm.engine.kv_policies import KVPolicy, kv_policy, recomputes, slots_to_fill
 from looplm.engine.memory import Memory
 from looplm.engine.policies import DepthPolicy, FixedLoops
 from looplm.engine.requests import Choice, Completion, FinishReason, Lane, Row, TokenEvent
 from looplm.engine.runner import PromptEnds, Runner
 from looplm.engine.sampling import SamplingParams, best_alternatives, choose
-from looplm.engine.scheduler import Block, Scheduler, full_blocks, looping, readable
+from looplm.engine.scheduler import Block, Scheduler, catching_up, full_blocks, looping, readable
 from looplm.engine.speculation import Speculation
 from looplm.engine.store import PAGE
 from looplm.models import LoopLMForCausalLM
@@ -56,7 +56,7 @@ class Engine:
     Args:
         tokenizer: encodes prompts given as text and makes completions' text; prompts of token ids do without.
         depth: when tokens leave, unless a request says otherwise; all loops by default.
-        kv: how loops share key/value slots: "full", "last", "averaged", "first", "adjacent", or a policy.
+        kv: how loops share key/value slots: "full", "recomputed", "last", "averaged", "first", "adjacent", or a policy.
         loops: the most that any request may ask for; the model's own by default.
         max_rows: requests in the loop at once · max_length: tokens of prompt and completion at most.
         kv_bytes: what keys and values may take.
@@ -85,9 +85,11 @@ class Engine:
         self.min_readout, self.prefill_blocks = min_readout, max(1, prefill_tokens // PAGE)
         like = model.lm_head.weight
         memory = self.memory = Memory(model.config, like, self.policy, self.loops, max_rows, max_length, kv_bytes)
-        self.scheduler = Scheduler(memory, max_rows, self.width)
+        # What may be recomputed keeps its state, one for each token.
+        lanes = max_rows * (max_length if recomputes(self.policy) else self.width)
+        self.scheduler = Scheduler(memory, max_rows, self.width, lanes)
         self.runner = Runner(
-            model, max_rows * self.width, max_length, memory.core, memory.boundary, self.policy, deterministic
+            model, lanes, max_length, memory.core, memory.boundary, self.policy, deterministic
         )
         self.decisions = Decisions(self.runner, self.loops)
         self.intake = Intake(
@@ -258,16 +260,26 @@ class Engine:
         self._finite([lane for lane in stepped if not lane.dropped])
 
     def _step_lanes(self, lanes: Sequence[Lane]) -> None:
-        self.runner.step(lane_batch(lanes, self.memory))
-        self.stats.core_steps += len(lanes)
-        for lane in lanes:
+        behind = catching_up(lanes)
+        self.runner.step(lane_batch([*lanes, *behind], self.memory))
+        self.stats.core_steps += len(lanes) + len(behind)
+        for lane in (*lanes, *behind):
             lane.loop += 1
+        for lane in behind:
+            if lane.loop == lane.last:
+                lane.row.behind.remove(lane)
+                self.scheduler.drop([lane])
 
     def _let_leave(self, lanes: Sequence[Lane]) -> None:
         leaving = self.decisions.leaving(lanes, self._read)
         for lane in leaving:
             lane.left = True
-        self._fill(leaving)
+        if recomputes(self.policy):
+            for lane in leaving:
+                lane.behind = lane.loop < lane.last
+                lane.row.behind += [lane] * lane.behind
+        else:
+            self._fill(leaving)
 
     def _fill(self, lanes: Sequence[Lane]) -> None:
         """Copy the last keys and values of tokens that left early into the slots that they did not reach."""
@@ -321,7 +333,8 @@ class Engine:
         """Make final what is, drop what followed another token, and let the next ones enter."""
         while row.lanes and row.lanes[0].settled:
             head = row.lanes.popleft()
-            self.scheduler.drop([head])
+            if not head.behind:
+                self.scheduler.drop([head])
             token = self._commit(row, head)
             if token is None:
                 return

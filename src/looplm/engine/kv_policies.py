@@ -30,9 +30,18 @@ class KVPolicy(Protocol):
 
 @dataclass(frozen=True)
 class FullKV:
-    """A slot for every loop. A token that leaves early copies its last keys and values into the deeper slots."""
+    """A slot for every loop; `fill` says what the slots get that a token which leaves early does not reach.
 
+    "copy": its last keys and values · "recompute": what it would have computed, once a later token goes that deep; the
+    tokens are then those of running every loop, and as much work is saved as no later token asks for.
+    """
+
+    fill: Literal["copy", "recompute"] = "copy"
     keeps: ClassVar[Literal["newest", "first", "mean"]] = "newest"
+
+    def __post_init__(self) -> None:
+        if self.fill not in ("copy", "recompute"):
+            raise ValueError(f"fill={self.fill!r} is not known; choose 'copy' or 'recompute'")
 
     def slots(self, loops: int) -> int:
         """As many as loops."""
@@ -113,6 +122,7 @@ class AveragedKV(_OneSlot):
 
 BY_NAME: dict[str, KVPolicy] = {
     "full": FullKV(),
+    "recomputed": FullKV("recompute"),
     "last": RingKV(1),
     "single": RingKV(1),
     "first": FirstKV(),
@@ -144,6 +154,11 @@ def slots_to_fill(policy: KVPolicy, left: int, loops: int) -> list[int]:
     """The slots that a token which leaves after `left` of `loops` loops has not written."""
     written = {policy.slot(loop) for loop in range(1, left + 1)}
     return sorted({policy.slot(loop) for loop in range(left + 1, loops + 1)} - written)
+
+
+def recomputes(policy: KVPolicy) -> bool:
+    """Whether what an early exit leaves out is computed later."""
+    return isinstance(policy, FullKV) and policy.fill == "recompute"
 
 
 def _sharing(policy: KVPolicy, slot: int, loops: Iterable[int]) -> list[int]:

@@ -28,7 +28,9 @@ class Memory:
         edge_layers = config.prelude_layers + config.coda_layers
         token = 2 * config.num_key_value_heads * config.head_dim * like.element_size() * PAGE
         block = token * (config.core_layers * policy.slots(loops) + edge_layers)
-        blocks = min(max(budget // block, 1), rows * self.max_blocks + rows * (loops - policy.slots(loops)))
+        # Beside all rows' longest texts, one prompt has room for every loop while it is prefilled.
+        most = rows * self.max_blocks + -(-self.max_blocks * (loops - policy.slots(loops)) // policy.slots(loops))
+        blocks = min(budget // block, most)
         least = -(-loops // policy.slots(loops)) + 1  # one block of prompt, all loops of it
         blocks = max(blocks, least)
         self.core_pages = Pages(blocks * policy.slots(loops))
@@ -44,14 +46,17 @@ class Memory:
 
     def check_fits(self, prompt: int, longest: int, loops: int) -> None:
         """Refuse a request that could not be finished with all memory to itself."""
-        blocks, slots = -(-longest // PAGE), self.policy.slots(loops)
-        during_prefill = -(-prompt // PAGE) * loops
-        core = max(during_prefill, blocks * slots)
-        if core > self.core_pages.num_pages or (self.has_boundary and blocks > self.boundary_pages.num_pages):
-            fit = min(self.core_pages.num_pages // slots, self.max_blocks) * PAGE
+        blocks, slots, pages = -(-longest // PAGE), self.policy.slots(loops), self.core_pages.num_pages
+        if -(-prompt // PAGE) * loops > pages:
             raise ValueError(
-                f"prompt and completion of {longest} tokens do not fit into the key/value memory, which holds about "
-                f"{fit} tokens of one request at {loops} loops; raise kv_bytes or lower max_tokens"
+                f"the prompt of {prompt} tokens does not fit into the key/value memory, which holds "
+                f"{pages // loops * PAGE} tokens of a prompt at {loops} loops; raise kv_bytes"
+            )
+        if blocks * slots > pages or (self.has_boundary and blocks > self.boundary_pages.num_pages):
+            fit = min(pages // slots, self.boundary_pages.num_pages if self.has_boundary else blocks) * PAGE
+            raise ValueError(
+                f"prompt and completion of {longest} tokens do not fit into the key/value memory, which holds {fit} "
+                f"tokens of one request at {loops} loops; raise kv_bytes or lower max_tokens"
             )
 
     def admit(self, row: Row, blocks: list[tuple[int, ...]], alone: bool) -> bool:

@@ -99,7 +99,7 @@ class Lane:
 
     entered: embedded, and in the loop · loop: how many it has done · last: how many it may do · forced: how many it must do, 0 if the policy decides
     left: it has left the loop · choice: the next token by its newest reading · settled: that reading was of its exit
-    dropped: it followed a token that was not to be.
+    behind: it left early, and later tokens may still ask for its deeper loops · dropped: it followed a token that was not to be.
     """
 
     row: "Row"
@@ -112,6 +112,7 @@ class Lane:
     left: bool = False
     settled: bool = False
     entered: bool = False
+    behind: bool = False
     dropped: bool = False
     choice: Choice | None = None
 
@@ -136,6 +137,7 @@ class Row:
     top_logprobs: list[Alternatives] = field(default_factory=list)
     done: int = 0
     lanes: deque[Lane] = field(default_factory=deque)
+    behind: list[Lane] = field(default_factory=list)
     last_state: Tensor | None = None
 
     @property

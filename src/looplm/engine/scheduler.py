@@ -16,13 +16,13 @@ class Scheduler:
     rows: in order of admission · width: tokens of one row in the loop at most.
     """
 
-    def __init__(self, memory: Memory, max_rows: int, width: int) -> None:
+    def __init__(self, memory: Memory, max_rows: int, width: int, num_lanes: int) -> None:
         self.memory, self.width = memory, width
         self.waiting: deque[Row] = deque()
         self.rows: list[Row] = []
         self.entering: list[Lane] = []
         self.preemptions = 0
-        self._numbers, self._lanes = list(range(max_rows)), list(range(max_rows * width))
+        self._numbers, self._lanes = list(range(max_rows)), list(range(num_lanes))
 
     def admit(self) -> list[Row]:
         """Let in whom there is place for."""
@@ -79,8 +79,9 @@ class Scheduler:
 
     def remove(self, row: Row) -> None:
         """Take back all that `row` holds."""
-        self.drop(row.lanes)
+        self.drop(lane for lane in (*row.lanes, *row.behind) if not lane.dropped)
         row.lanes.clear()
+        row.behind.clear()
         if row in self.rows:
             self.rows.remove(row)
             self.memory.release(row)
@@ -111,6 +112,11 @@ def readable(row: Row, in_order: bool) -> list[Lane]:
         elif in_order and not lane.settled:
             break
     return found
+
+
+def catching_up(lanes: Sequence[Lane]) -> list[Lane]:
+    """Earlier tokens of the lanes' rows that left after just the loops that the lanes have done: they go on with them."""
+    return [behind for lane in lanes for behind in lane.row.behind if behind.loop == lane.loop]
 
 
 def looping(rows: Sequence[Row]) -> list[Lane]:

@@ -30,10 +30,9 @@ class Speculation:
         """Refuse what could not be exact."""
         if self.entry >= loops:
             raise ValueError(f"{self}: entry must be below the engine's loops, {loops}; else nothing is gained")
-        if not isinstance(policy, FullKV):
+        if policy != FullKV():
             raise ValueError(
-                f"{policy} shares slots between loops, so a token could not read its predecessor's keys before the last; "
-                "speculation needs kv='full'"
+                f"under {policy} a token's keys are not settled before its last loop; speculation needs kv='full'"
             )
 
     def width_at(self, loops: int) -> int:
