@@ -103,7 +103,8 @@ def assert_same(one, other, tolerance=1e-8):
 
 def losses(checkpoint):
     lines = (checkpoint.parents[1] / "log.jsonl").read_text().splitlines()
-    return [(r["loss"], r["grad_norm"]) for r in map(json.loads, lines) if "loss" in r]
+    names = ("loss", "grad_norm", "state_norm_loop1", "token_correlation", "exit_loop1")
+    return [[r[name] for name in names] for r in map(json.loads, lines) if "loss" in r]
 
 
 @pytest.mark.parametrize("processes", [2, 3])

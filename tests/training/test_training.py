@@ -120,6 +120,18 @@ def test_each_step_runs_at_its_own_drawn_depth(recipe_file, tmp_path):
             assert f"loss_loop{record['loops'] + 1}" not in record
 
 
+@pytest.mark.parametrize("per", ["sequence", "micro_batch"])
+def test_exits_in_the_log_are_a_distribution_whatever_the_rows_depths(recipe_file, tmp_path, per):
+    """Rows that stop at the first loop leave there by force, which says nothing of the gate."""
+    depth = f"depth={{kind: uniform, low: 1, high: 3, per: {per}}}"
+    train(recipe_at(recipe_file, tmp_path / "run", depth, "data.rows=8", "micro_rows=1", "steps=3"))
+    for record in log_of(tmp_path / "run"):
+        if "loss" in record:
+            exits = [value for name, value in record.items() if name.startswith("exit_loop")]
+            assert len(exits) == sum(name.startswith("state_norm_loop") for name in record) > 1
+            assert sum(exits) == pytest.approx(1)
+
+
 def test_a_finished_run_is_left_alone(recipe_file, tmp_path):
     first = train(recipe_at(recipe_file, tmp_path / "run", "steps=4"))
     stamp = (first.checkpoint / "model.safetensors").stat().st_mtime_ns
