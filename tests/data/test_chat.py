@@ -174,6 +174,8 @@ def test_text_files_of_every_kind_read_alike(tmp_path):
         ('{"messages": "x"}', "'messages' is a str, not a list of turns"),
         ('{"messages": [{"role": "user"}]}', "line 2: a turn needs role and content"),
         ('{"messages": ["x"]}', "a turn is a str"),
+        ('{"messages": [{"role": "user", "content": "ab\\ud800c"}]}', r"line 2: character 3 of a text is '\\ud800'"),
+        ('{"messages": [{"role": "\\udfff", "content": "ab"}]}', r"line 2: character 1 of a text is '\\udfff'"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, message):

@@ -62,6 +62,12 @@ def test_files_and_folders(tmp_path):
         assert read_documents(tmp_path) == ["first", "second", "third"]
 
 
+def test_half_a_character_is_named(tmp_path):
+    (tmp_path / "t.jsonl").write_text('{"text": "fine \\ud83d\\ude00"}\n{"text": "ab\\ud800"}\n')
+    with pytest.raises(ValueError, match=r"t.jsonl line 2: character 3 of a text is '\\ud800', half a character"):
+        read_documents(tmp_path / "t.jsonl")
+
+
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=12)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from looplm.data.files import Record, read_records, value_of
+from looplm.data.files import Record, check_characters, read_records, value_of
 from looplm.data.packing import Document, pack, packed_row
 from looplm.data.permutation import permute
 from looplm.data.rows import Row
@@ -179,4 +179,4 @@ def _turn(record: Record, turn: Any) -> Turn:
     role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
     if not isinstance(role, str) or not isinstance(content, str):
         raise ValueError(f"{record.where}: a turn needs role and content as text, got {sorted(map(str, turn))}")
-    return Turn(_ROLES.get(role, role), content)
+    return Turn(_ROLES.get(role, check_characters(record, role)), check_characters(record, content))
