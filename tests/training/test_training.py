@@ -392,6 +392,19 @@ def test_an_override_with_a_kind_replaces_at_any_depth(recipe_file):
     assert (merged.optimizer.lr, merged.data.length, merged.data.rows) == (0.5, 16, 4)
 
 
+def test_dropout_is_drawn_by_the_recipes_seed_alone(recipe_file, tmp_path):
+    """A run from a checkpoint builds nothing at random, so that what the process drew before must not matter."""
+    first = train(recipe_at(recipe_file, tmp_path / "first", "steps=1"))
+    text = recipe_file.read_text().replace("model:", f"init_from: {first.checkpoint}\n# model:")
+    recipe_file.write_text(text)
+    runs = []
+    for state in (1, 2):
+        torch.manual_seed(state)
+        made = train(recipe_at(recipe_file, tmp_path / str(state), "steps=2", "model={dropout: 0.3}"))
+        runs.append(load_file(made.checkpoint / "model.safetensors"))
+    assert all(tensor.equal(runs[1][name]) for name, tensor in runs[0].items())
+
+
 def test_looking_at_a_run_does_not_change_it(recipe_file, tmp_path):
     """Monitors and held-out losses draw no dropout."""
     runs = [

@@ -11,7 +11,15 @@ from rich.console import Console
 
 from looplm.data.chat import ChatRows
 from looplm.training.averaging import Ema
-from looplm.training.checkpoints import Live, Progress, complete_checkpoints, read_progress, restore, save_checkpoint
+from looplm.training.checkpoints import (
+    Live,
+    Progress,
+    complete_checkpoints,
+    read_progress,
+    restore,
+    save_checkpoint,
+    seed_process,
+)
 from looplm.training.distribution import World, distribute, open_world
 from looplm.training.loader import StepLoader
 from looplm.training.logs import RunLog, SilentLog, StepProgress
@@ -60,6 +68,7 @@ def train(recipe: Recipe, console: Console | None = None, title: str = "train") 
     steps = recipe.steps or data.steps_in_epochs(recipe.epochs or 1)
     world.wait()  # nobody writes before everybody has looked
     session = _session(recipe, opened, data, steps, world)
+    seed_process(recipe.seed, read_progress(done[-1]).step if done else 0, world)
     start = restore(done[-1], session.live, world) if done else Progress()
     session.guard.load_state_dict(start.guard)
     if start.step < steps:
