@@ -252,6 +252,8 @@ def test_warmup_stable_decay_by_hand():
         ("schedule.warmup=3", "unknown key 'schedule.warmup'"),
         ("optimizer.lr=abc", "optimizer.lr: Input should be a valid number"),
         ("optimizer.lr=-1", "lr=-1.0 must be above 0"),
+        ("seed=9223372036854775808", "seed: Input should be less than 9223372036854775808"),
+        ("seed=-1", "seed: Input should be greater than or equal to 0"),
         ("steps=0", "steps: Input should be greater than 0"),
         ("objective.kind=none", "objective: .*'expected_loss', 'gate_regression'"),
         ("model=null", "give model .* or init_from"),
@@ -403,6 +405,10 @@ def test_dropout_is_drawn_by_the_recipes_seed_alone(recipe_file, tmp_path):
         made = train(recipe_at(recipe_file, tmp_path / str(state), "steps=2", "model={dropout: 0.3}"))
         runs.append(load_file(made.checkpoint / "model.safetensors"))
     assert all(tensor.equal(runs[1][name]) for name, tensor in runs[0].items())
+
+
+def test_the_greatest_seed_will_do(recipe_file, tmp_path):
+    assert train(recipe_at(recipe_file, tmp_path / "run", f"seed={2**63 - 1}", "steps=2")).finished
 
 
 def test_looking_at_a_run_does_not_change_it(recipe_file, tmp_path):

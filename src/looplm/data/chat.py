@@ -41,8 +41,9 @@ def read_conversations(
     answer under the fields `prompt` and `answer`.
 
     Raises:
-        ValueError: for a record without these, named by file and line.
+        ValueError: for a record without these, named by file and line; or if there is no record.
     """
+    record = None
     for record in read_records(path):
         if prompt is not None and answer is not None:
             pair = ((role, value_of(record, field)) for role, field in (("user", prompt), ("assistant", answer)))
@@ -53,6 +54,8 @@ def read_conversations(
                 raise ValueError(f"{record.where}: '{messages}' is a {type(found).__name__}, not a list of turns")
             turns = [_turn(record, turn) for turn in found]
         yield Conversation(record.where, tuple(turns))
+    if record is None:
+        raise ValueError(f"'{path}' holds no conversation")
 
 
 def chat_document(tokenizer: PreTrainedTokenizerFast, conversation: Conversation) -> Document:
@@ -92,7 +95,7 @@ class ChatRows:
     """Conversations packed into rows of `length`: each epoch in an order of its own, next fit.
 
     Too long conversations are dropped or cut at the end (`dropped` and `truncated` count them), or refused. Held out is
-    a share drawn at random, at least one of several.
+    a share drawn at random, of several at least one, and never all.
 
     Raises:
         ValueError: if no conversation is left.
@@ -167,7 +170,7 @@ class ChatRows:
 
 def _split(documents: list[Document], held_out: float) -> tuple[list[Document], list[Document]]:
     """The training part and the held-out part, the same whatever the run's seed."""
-    num_test = max(1, round(held_out * len(documents))) if held_out and len(documents) > 1 else 0
+    num_test = min(max(1, round(held_out * len(documents))), len(documents) - 1) if held_out else 0
     order = permute(np.arange(len(documents)), len(documents), [0]).tolist()
     test, train = sorted(order[:num_test]), sorted(order[num_test:])
     return [documents[number] for number in train], [documents[number] for number in test]

@@ -76,7 +76,7 @@ class Recipe:
     ema: EmaSettings | None = None
     nonfinite: NonFinite = field(default_factory=NonFinite)
     monitors: Monitors = field(default_factory=Monitors)
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     log_every: PositiveInt = 10
     evaluate_every: PositiveInt = 250
     save_every: PositiveInt = 250
