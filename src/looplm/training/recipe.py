@@ -48,8 +48,12 @@ class Recipe:
     `loops` is the model's depth and that of every step, unless `depth` draws one (`looplm.training.depth`); without it
     a checkpoint's own count stays. `steps` or `epochs` says how long. A step's `data.rows` rows are cut into
     micro-batches of `micro_rows` a process. `micro_rows`, `checkpointing`, `parallel` and the number of processes
-    change memory and speed, not the result. "bfloat16" computes matrix products in it (autocast) and keeps weights,
-    gate, norms, softmax and losses in float32; "float64" is for proofs of equality.
+    change memory and speed, not the result, but for these: a depth drawn `per: micro_batch` and a probe over the
+    `whole_tensor` belong to the micro-batches that come of them, dropout is drawn by each process for its own, and Muon
+    under FSDP2 orthogonalises in bfloat16 what lies on several processes (PyTorch's own; weights within 4e-4).
+
+    "bfloat16" computes matrix products in it (autocast) and keeps weights, gate, norms, softmax and losses in float32;
+    "float64" is for proofs of equality.
     """
 
     out: str
@@ -114,6 +118,13 @@ class Recipe:
         for name in ("duplicate", "lora"):
             if getattr(self, name) is not None:
                 raise ValueError(f"{name} changes a trained model; give init_from")
+
+    @property
+    def free_fields(self) -> tuple[str, ...]:
+        """The fields that a resumed run may change: where it lies, and what decides memory and speed alone."""
+        by_depth = self.depth is not None and self.depth.per == "micro_batch"
+        by_probe = self.stability is not None and getattr(self.stability.form, "whole_tensor", False)
+        return ("out", "checkpointing", "parallel", *(() if by_depth or by_probe else ("micro_rows",)))
 
     def depth_schedule(self, model_loops: int) -> DepthSchedule:
         """Where each step's loops come from, for a model of so many."""
