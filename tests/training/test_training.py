@@ -411,6 +411,18 @@ def test_the_greatest_seed_will_do(recipe_file, tmp_path):
     assert train(recipe_at(recipe_file, tmp_path / "run", f"seed={2**63 - 1}", "steps=2")).finished
 
 
+def test_a_run_without_held_out_rows_logs_no_empty_records(recipe_file, tmp_path):
+    sources = ("data.sources.compose=null", "data.sources.text.held_out=0.0")
+    train(recipe_at(recipe_file, tmp_path / "run", *sources, "steps=6"))
+    assert [record["step"] for record in log_of(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_alarm_that_stays_is_one_record(recipe_file, tmp_path):
+    train(recipe_at(recipe_file, tmp_path / "run", "monitors={norm: 1e-6}", "steps=6"))
+    (alarm,) = [record for record in log_of(tmp_path / "run") if record.get("alarm") == "norm explosion"]
+    assert (alarm["step"], alarm["of"]) == (1, "step")
+
+
 def test_looking_at_a_run_does_not_change_it(recipe_file, tmp_path):
     """Monitors and held-out losses draw no dropout."""
     runs = [

@@ -36,6 +36,4 @@ def average_run(run: Path, out: Path, beta: float, last: int, dilation: int) -> 
     done = complete_checkpoints(run / "checkpoints")
     if not done:
         raise ValueError(f"'{run}' is no run with a complete checkpoint")
-    if out.exists() and any(out.iterdir()):
-        raise ValueError(f"{out} is not empty; give a new folder")
     return write_average(done, out, beta, last, dilation)

@@ -65,11 +65,11 @@ class Reporter:
         reshard(self.live.module)
         return found
 
-    def tell(self, log: Log, step: int, values: dict[str, float]) -> None:
-        """Write `values` after `step` steps, and an alarm for every pathology that they show."""
-        log.write(step, values)
-        for alarm in diagnose(values, self.recipe.monitors):
-            log.alarm(step, alarm.name, alarm.message)
+    def tell(self, log: Log, step: int, values: dict[str, float], of: str = "step") -> None:
+        """Write `values`, if any, after `step` steps, and which pathologies come or go with these numbers of `of`."""
+        if values:
+            log.write(step, values)
+            log.alarms(step, of, {alarm.name: alarm.message for alarm in diagnose(values, self.recipe.monitors)})
 
     def _depths(self, batch: StepBatch, step: int) -> Counter[Depth]:
         """How many of a step's rows run at each depth."""
