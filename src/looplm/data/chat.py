@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from looplm.data.files import Record, check_characters, read_records, value_of
-from looplm.data.packing import Document, pack, packed_row
+from looplm.data.packing import Document, DocumentStore, pack, packed_row
 from looplm.data.permutation import permute
 from looplm.data.rows import Row
 from looplm.data.tokenizer import CHAT_TOKENS, TURN_END, TURN_START, encode, padding_id
@@ -108,14 +108,11 @@ class ChatRows:
         self._length, self._seed, self._pad = length, seed, padding_id(tokenizer)
         self._held_out_rows = held_out_rows
         self.dropped = self.truncated = 0
-        documents = []
-        for conversation in conversations:
-            document = self._fitted(chat_document(tokenizer, conversation), conversation.where, too_long)
-            if document is not None:
-                documents.append(document)
-        if not documents:
+        fitted = (self._fitted(chat_document(tokenizer, each), each.where, too_long) for each in conversations)
+        self._documents = DocumentStore(document for document in fitted if document is not None)
+        if not len(self._documents):
             raise ValueError(f"no conversation fits into rows of {length} ({self.dropped} dropped); raise data.length")
-        self._train, self._test = _split(documents, held_out)
+        self._train, self._test = _split(len(self._documents), held_out)
         self._epochs: list[list[list[int]]] = []
         self._ends: list[int] = []  # rows up to the end of each epoch
 
@@ -126,7 +123,7 @@ class ChatRows:
         epoch = bisect_right(self._ends, index)
         before = self._ends[epoch - 1] if epoch else 0
         return packed_row(
-            [self._train[number] for number in self._epochs[epoch][index - before]], self._length, self._pad
+            [self._documents[number] for number in self._epochs[epoch][index - before]], self._length, self._pad
         )
 
     def rows_in_epochs(self, epochs: int) -> int:
@@ -137,7 +134,7 @@ class ChatRows:
 
     def held_out(self) -> list[Row]:
         """The conversations that training does not see, packed."""
-        return pack(self._test, self._length, self._pad)[: self._held_out_rows]
+        return pack([self._documents[number] for number in self._test], self._length, self._pad)[: self._held_out_rows]
 
     def _fitted(self, document: Document, where: str, too_long: TooLong) -> Document | None:
         size = len(document.tokens)
@@ -157,8 +154,9 @@ class ChatRows:
         order = permute(np.arange(len(self._train)), len(self._train), [self._seed, len(self._epochs)])
         rows: list[list[int]] = []
         room = 0
-        for number in order.tolist():
-            size = len(self._train[number].tokens)
+        for place in order.tolist():
+            number = self._train[place]
+            size = self._documents.size(number)
             if size > room:
                 rows.append([])
                 room = self._length
@@ -168,12 +166,11 @@ class ChatRows:
         self._ends.append((self._ends[-1] if self._ends else 0) + len(rows))
 
 
-def _split(documents: list[Document], held_out: float) -> tuple[list[Document], list[Document]]:
-    """The training part and the held-out part, the same whatever the run's seed."""
-    num_test = min(max(1, round(held_out * len(documents))), len(documents) - 1) if held_out else 0
-    order = permute(np.arange(len(documents)), len(documents), [0]).tolist()
-    test, train = sorted(order[:num_test]), sorted(order[num_test:])
-    return [documents[number] for number in train], [documents[number] for number in test]
+def _split(size: int, held_out: float) -> tuple[list[int], list[int]]:
+    """The numbers of the documents of the training part and of the held-out part, the same whatever the run's seed."""
+    num_test = min(max(1, round(held_out * size)), size - 1) if held_out else 0
+    order = permute(np.arange(size), size, [0]).tolist()
+    return sorted(order[num_test:]), sorted(order[:num_test])
 
 
 def _turn(record: Record, turn: Any) -> Turn:
