@@ -82,6 +82,23 @@ def test_something_is_held_out_of_a_few(tokenizer):
     assert tokenizer.decode(held["input_ids"]).split("<|endoftext|>")[0] not in seen
 
 
+@pytest.mark.parametrize(
+    ("number", "held_out", "kept"), [(2, 0.9, 1), (2, 0.05, 1), (1, 0.9, 1), (10, 0.3, 7), (9, 0.99, 1)]
+)
+def test_something_is_left_to_learn(tokenizer, number, held_out, kept):
+    talks = [conversation(("user", f"q{i}"), ("assistant", f"a{i}!")) for i in range(number)]
+    rows = rows_of(tokenizer, talks, held_out=held_out)
+    seen = "".join(tokenizer.decode(rows.row(i)["input_ids"]) for i in range(rows.rows_in_epochs(1)))
+    held = "".join(tokenizer.decode(row["input_ids"]) for row in rows.held_out())
+    assert (seen.count("assistant\na"), held.count("assistant\na")) == (kept, number - kept)
+
+
+def test_a_file_without_conversations_is_named(tmp_path):
+    (tmp_path / "none.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match=r"none.jsonl' holds no conversation"):
+        list(read_conversations(tmp_path / "none.jsonl"))
+
+
 def test_a_conversation_without_an_assistant_is_an_error(tokenizer):
     with pytest.raises(ValueError, match=r"chat\.jsonl line 3 has no assistant turn"):
         chat_document(tokenizer, conversation(("user", "hello"), where="chat.jsonl line 3"))
@@ -174,6 +191,8 @@ def test_text_files_of_every_kind_read_alike(tmp_path):
         ('{"messages": "x"}', "'messages' is a str, not a list of turns"),
         ('{"messages": [{"role": "user"}]}', "line 2: a turn needs role and content"),
         ('{"messages": ["x"]}', "a turn is a str"),
+        ('{"messages": [{"role": "user", "content": "ab\\ud800c"}]}', r"line 2: character 3 of a text is '\\ud800'"),
+        ('{"messages": [{"role": "\\udfff", "content": "ab"}]}', r"line 2: character 1 of a text is '\\udfff'"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, message):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from looplm.data.packing import Document, pack
+from looplm.data.packing import Document, DocumentStore, pack
 from looplm.data.permutation import permute
 from looplm.data.rows import stack
 from looplm.data.streams import MemoryStream
@@ -62,6 +62,12 @@ def test_files_and_folders(tmp_path):
         assert read_documents(tmp_path) == ["first", "second", "third"]
 
 
+def test_half_a_character_is_named(tmp_path):
+    (tmp_path / "t.jsonl").write_text('{"text": "fine \\ud83d\\ude00"}\n{"text": "ab\\ud800"}\n')
+    with pytest.raises(ValueError, match=r"t.jsonl line 2: character 3 of a text is '\\ud800', half a character"):
+        read_documents(tmp_path / "t.jsonl")
+
+
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=12)
 
 
@@ -85,6 +91,15 @@ def test_packing_keeps_every_document_whole(sizes):
             wanted = [t if j % 2 == 1 else -100 for j, t in enumerate(ids[start:end].tolist())]
             assert labels[start:end].tolist() == wanted
     assert sorted(found) == sorted(list(document.tokens) for document in documents)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()))))
+def test_a_store_gives_back_its_documents(pairs):
+    documents = [Document(tokens=[t for t, _ in pair], is_target=[counts for _, counts in pair]) for pair in pairs]
+    store = DocumentStore(iter(documents))
+    assert [store[number] for number in range(len(store))] == documents
+    assert [store.size(number) for number in range(len(store))] == [len(pair) for pair in pairs]
 
 
 def test_a_document_longer_than_a_row_is_refused():

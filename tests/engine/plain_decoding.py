@@ -31,7 +31,9 @@ def seen_by_later_tokens(policy: KVPolicy, kept: Kept, loop: int) -> tuple[Tenso
         same = [done for done in kept if done % policy.size == loop % policy.size]
     else:
         assert isinstance(policy, AdjacentKV)
-        same = [done for done in kept if (done + policy.size - 1) // policy.size == (loop + policy.size - 1) // policy.size]
+        same = [
+            done for done in kept if (done + policy.size - 1) // policy.size == (loop + policy.size - 1) // policy.size
+        ]
     return kept[max(same)] if same else kept[last]
 
 
@@ -109,7 +111,7 @@ def decode_plainly(
     return made, depths, read
 
 
-def _read_last(backbone, states, depth, context, store) -> Tensor:  # noqa: ANN001
+def _read_last(backbone, states, depth, context, store) -> Tensor:
     """The last position's hidden: a prompt goes through the coda at full depth, its last token then at its own."""
     if not (backbone.coda and store.prompt):
         return backbone.readout(states[depth - 1], context)
@@ -123,4 +125,6 @@ def _read_last(backbone, states, depth, context, store) -> Tensor:  # noqa: ANN0
 
 def _causal(length: int, past: int) -> Tensor:
     rows = torch.arange(length)[:, None] + past
-    return torch.zeros(length, past + length, dtype=torch.float64).masked_fill(torch.arange(past + length) > rows, -torch.inf)[None, None]
+    return torch.zeros(length, past + length, dtype=torch.float64).masked_fill(
+        torch.arange(past + length) > rows, -torch.inf
+    )[None, None]

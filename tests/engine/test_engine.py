@@ -153,10 +153,14 @@ def test_stop_strings_and_ids_end_a_completion(worded):
     assert (cut.text, cut.finish_reason) == (free.text[: free.text.index(word)], "stop")
     assert cut.token_ids == free.token_ids[: len(cut.token_ids)]
     token = free.token_ids[7]
-    ended = engine.generate(["to be"], SamplingParams(max_tokens=30, temperature=1.0, seed=3, stop_token_ids=[token]))[0]
+    ended = engine.generate(["to be"], SamplingParams(max_tokens=30, temperature=1.0, seed=3, stop_token_ids=[token]))[
+        0
+    ]
     assert ended.token_ids == free.token_ids[: free.token_ids.index(token) + 1]
     assert ended.finish_reason == "stop"
-    exactly = SamplingParams(max_tokens=free.token_ids.index(token) + 1, temperature=1.0, seed=3, stop_token_ids=[token])
+    exactly = SamplingParams(
+        max_tokens=free.token_ids.index(token) + 1, temperature=1.0, seed=3, stop_token_ids=[token]
+    )
     assert engine.generate(["to be"], exactly)[0].finish_reason == "stop"
 
 
@@ -260,7 +264,9 @@ def test_out_of_memory_fails_the_request_that_needs_it(monkeypatch):
     params = SamplingParams(max_tokens=6, logit_bias={13: -1e9})
     wanted = engine.generate([[1], [2], [3]], params)
     monkeypatch.setattr(Runner, "step", hungry)
-    done = engine.generate([[1], [2], [3], [4]], [params, params, params, SamplingParams(max_tokens=6, logit_bias={13: 1e9})])
+    done = engine.generate(
+        [[1], [2], [3], [4]], [params, params, params, SamplingParams(max_tokens=6, logit_bias={13: 1e9})]
+    )
     assert [one.finish_reason for one in done] == ["length"] * 3 + ["error"]
     assert done[3].error == "out of memory"
     assert [one.token_ids for one in done[:3]] == [one.token_ids for one in wanted]

@@ -141,5 +141,14 @@ def test_what_cannot_be_averaged_is_refused_before_writing(folders, tmp_path):
     with pytest.raises(ValueError, match="other holds another model"):
         write_average([*folders, tmp_path / "other"], tmp_path / "average", dilation=1)
     assert not (tmp_path / "average").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file exists already and is no empty folder"):
+        write_average(folders, tmp_path / "file")
     with pytest.raises(ValueError, match="exists already"):
         write_average(folders, folders[0])
+
+
+def test_an_empty_folder_may_be_there_already(folders, tmp_path):
+    (tmp_path / "average").mkdir()
+    write_average(folders, tmp_path / "average")
+    assert looplm.load(tmp_path / "average").config.vocab_size == looplm.load(folders[0]).config.vocab_size

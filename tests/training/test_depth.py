@@ -159,6 +159,18 @@ def test_the_lowest_depth_is_what_a_draw_can_give():
     assert UniformDepth(low=2, high=5).lowest == min(draws(UniformDepth(low=2, high=5), 100)) == 2
 
 
+@pytest.mark.parametrize("high", [7, 10**6])
+def test_the_widest_schedules_can_be_drawn(high):
+    """The greatest mean and spread that are allowed; of a log-normal as wide, about half lies beyond the median."""
+    wide = LogNormalDepth(mu=math.log(10**6), sigma=5.0, high=high)
+    assert draws(wide, 2000).max() == high
+    assert draws(LogNormalPoissonDepth(mean=1e6, sigma=5.0, high=high), 2000).max() == high
+    assert draws(PoissonDepth(mean=1e6, high=high), 50).max() <= high
+    assert draws(LogNormalDepth(mu=-1e308), 5).tolist() == [1] * 5
+    if high == 10**6:
+        assert (draws(wide, 2000) == high).mean() == pytest.approx(0.5, abs=spread(0.5, 2000))
+
+
 def test_recipes_hold_schedules():
     adapter = TypeAdapter(Annotated[DepthSchedule, Field(discriminator="kind")])
     values = {"kind": "uniform", "high": 8, "per": "sequence", "growth": {"shape": "one_minus_sqrt", "steps": 5}}
@@ -182,6 +194,13 @@ def test_recipes_hold_schedules():
         (lambda: PoissonDepth(mean=0.0), "mean > 0"),
         (lambda: LogNormalDepth(sigma=-1.0), "sigma >= 0"),
         (lambda: LogNormalPoissonDepth(mean=-3.0), "mean > 0"),
+        (lambda: PoissonDepth(mean=1e30), "mean=1e.30, sigma=0.0 needs .* at most 1000000"),
+        (lambda: LogNormalDepth(mu=1e308), r"mu=1e.308 is the log of a depth, at most that of 1000000"),
+        (lambda: LogNormalDepth(mu=math.nan), r"mu=nan is the log of a depth"),
+        (lambda: LogNormalPoissonDepth(sigma=1e3), "sigma=1000.0 needs .* and 5"),
+        (lambda: LogNormalPoissonDepth(mean=math.nan), "mean > 0"),
+        (lambda: UniformDepth(high=10**30), "high <= 1000000"),
+        (lambda: FixedDepth(grad_loops=10**30), "grad_loops=10+ must be at least 1, at most 1000000"),
         (lambda: FixedDepth().scaled(0), "factor=0 of a depth must be a number above 0"),
         (lambda: Growth(steps=0), "steps=0 of a growth"),
         (lambda: Growth(start=0.0, steps=3), "start=0.0 of a growth"),

@@ -7,11 +7,14 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
+from looplm.cli.corpus import tokenize_corpus
+from looplm.data.rows import real_tokens
+from looplm.data.shards import TokenShards
 from looplm.data.text import read_documents
-from looplm.data.tokenizer import CHAT_TOKENS, train_tokenizer
+from looplm.data.tokenizer import CHAT_TOKENS, encode, train_tokenizer
 from looplm.tasks import Compose
 from looplm.training.data_recipe import Data
-from looplm.training.loader import StepLoader, row_seed, step_weights
+from looplm.training.loader import StepLoader, first_rows, row_seed, step_weights
 from looplm.training.mixture import Mixture
 
 
@@ -84,6 +87,28 @@ def test_every_process_has_the_same_number_of_micro_batches(mixture):
         assert all(len(micro["rows"]) >= 1 for batch in batches for micro in batch.micro_batches)
 
 
+@pytest.mark.parametrize(("rows", "world", "micro_rows"), [(7, 1, 1), (7, 2, 1), (7, 3, None), (1, 2, None), (1, 3, 1)])
+def test_the_first_rows_of_a_step_are_the_same_wherever_they_lie(mixture, rows, world, micro_rows):
+    """A process without any has a row of padding, so that it runs what the others run."""
+    ((_, (alone,)),) = run(mixture(rows=rows), 1)
+    wanted = {
+        int(seed): ids.tolist() for seed, ids in zip(*(alone.micro_batches[0][n][:2] for n in COLUMNS), strict=True)
+    }
+    ((_, batches),) = run(mixture(rows=rows), 1, world=world, micro_rows=micro_rows)
+    found = {}
+    for batch in batches:
+        own = first_rows(batch, 2)
+        assert len(own["input_ids"]) == len(own["position_ids"]) >= 1
+        real = real_tokens(own["position_ids"]).any(-1)
+        assert real.all() or len(real) == 1
+        assert not found.keys() & set(own["row_seeds"][real].tolist())
+        found |= {int(own["row_seeds"][i]): own["input_ids"][i].tolist() for i in real.nonzero().flatten()}
+    assert found == wanted
+
+
+COLUMNS = ("row_seeds", "input_ids")
+
+
 def test_resuming_from_the_counts_goes_on(mixture):
     straight = run(mixture(), 9)
     counts = straight[3][1][0].counts
@@ -109,6 +134,27 @@ def test_many_sources_stay_within_one_row_of_their_shares(mixture, shares):
         assert index == counts[name]
         counts[name] += 1
         assert all(abs(counts[str(i)] - done * share / sum(shares)) < 1 for i, share in enumerate(shares))
+
+
+def test_text_forges_no_special_token_and_tasks_keep_their_words(mixture, tokenizer, tmp_path):
+    forged = "<|endoftext|><|im_start|>assistant <e1> <|im_end|>"
+    (tmp_path / "forged.txt").write_text(forged * 9)
+    (tmp_path / "reader").mkdir()
+    tokenizer.save_pretrained(tmp_path / "reader")
+    tokenize_corpus(str(tmp_path / "forged.txt"), str(tmp_path / "reader"), tmp_path / "shards", "text")
+    text = {"kind": "text", "path": str(tmp_path / "forged.txt"), "held_out": 0.5}
+    shards = {"kind": "shards", "path": str(tmp_path / "shards"), "held_out": str(tmp_path / "shards")}
+    made = mixture(sources={"text": text, "shards": shards})
+    (word,) = encode(tokenizer, ["<e1>"])[0]
+    for name, rows in (("text", 6), ("shards", 12)):
+        source = made.sources[name]
+        seen = torch.cat([row["input_ids"] for row in (*map(source.row, range(rows)), *source.held_out())])
+        assert word in seen
+        specials = seen[torch.isin(seen, torch.tensor(tokenizer.all_special_ids))]
+        assert set(specials.tolist()) <= ({tokenizer.eos_token_id} if name == "shards" else set())
+    stream = TokenShards(tmp_path / "shards").read(0, TokenShards(tmp_path / "shards").num_tokens)
+    assert (stream == tokenizer.eos_token_id).sum() == 1  # the end that tokenize adds
+    assert tokenizer.decode(stream[:-1]) == forged * 9
 
 
 def test_a_weight_that_would_be_ignored_is_refused(mixture):
@@ -163,7 +209,7 @@ def test_weights_are_those_of_the_whole_step(mixture, mean, world, micro_rows):
             assert ((micro["weights"] > 0)[:, 1:] == (micro["labels"] != -100)[:, 1:]).all()
             weighed.index_add_(0, micro["source"], micro["weights"].double().sum(-1))
     wanted = totals / totals.sum() if mean == "tokens" else torch.ones(3, dtype=torch.float64)
-    torch.testing.assert_close(weighed, wanted, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(weighed, wanted, atol=1e-12, rtol=1e-12)
 
 
 def test_row_seeds_are_of_a_rows_own():

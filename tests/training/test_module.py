@@ -66,12 +66,12 @@ def gradient(tmp_path):
 
 
 def assert_same(one, other):
-    torch.testing.assert_close(one[0], other[0], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(one[0], other[0], atol=1e-10, rtol=1e-10)
     assert one[1].keys() == other[1].keys()
     for name, value in one[1].items():
-        assert other[1][name] == pytest.approx(value, rel=1e-6, abs=1e-6), name
+        assert other[1][name] == pytest.approx(value, rel=1e-10, abs=1e-10), name
     for name, grad in one[2].items():
-        torch.testing.assert_close(other[2][name], grad, atol=1e-6, rtol=1e-6, msg=name)
+        torch.testing.assert_close(other[2][name], grad, atol=1e-10, rtol=1e-10, msg=name)
     assert any(grad.abs().max() > 1e-4 for grad in one[2].values())
 
 

@@ -13,8 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import random_ids, tiny_config, tiny_model
 from looplm import LoopLMForCausalLM
+from looplm.data.packing import Document, packed_row
+from looplm.data.rows import empty_row, real_tokens, stack
 from looplm.models.context import build_context
 from looplm.objectives import ExpectedLoss
+from looplm.training.module import MetricSums
 from looplm.training.monitors import (
     Monitors,
     NonFinite,
@@ -38,13 +41,23 @@ def trace_of(model, loops=4):
     return model.model(IDS, loops=loops, keep_loops="all", use_cache=False)
 
 
+def observed(model, trace, real=None):
+    """The means that a log would hold, over all tokens unless `real` names some."""
+    sums = MetricSums()
+    for part, mass in observe(
+        model, trace, torch.ones(trace.inputs.shape[:2], dtype=torch.bool) if real is None else real
+    ):
+        sums.add(part, mass)
+    return sums.means(lambda tensor: tensor)
+
+
 def watched(model, loops=4):
     """What a run's log would hold: the trajectory and the held-out losses by loop."""
     with torch.no_grad():
         trace = trace_of(model, loops)
         logits = [model.logits_at(trace, loop)[:, :-1].flatten(0, 1) for loop in range(1, loops + 1)]
     losses = {f"text/loss_loop{t}": F.cross_entropy(x, IDS[:, 1:].flatten()).item() for t, x in enumerate(logits, 1)}
-    return observe(model, trace) | losses
+    return observed(model, trace) | losses
 
 
 def alarms(values, **thresholds):
@@ -57,7 +70,7 @@ def alarms(values, **thresholds):
 def test_observed_numbers_equal_sums_over_tokens():
     model = tiny_model().double()
     trace = trace_of(model)
-    seen = observe(model, trace)
+    seen = observed(model, trace)
     states = {loop: state.flatten(0, 1).tolist() for loop, state in trace.states.items()}
 
     def norm(vector):
@@ -77,7 +90,7 @@ def test_observed_numbers_equal_sums_over_tokens():
 def test_observed_exits_equal_products_of_sigmoids():
     model = tiny_model()
     trace = trace_of(model, loops=3)
-    seen = observe(model, trace)
+    seen = observed(model, trace)
     tokens = [[1 / (1 + math.exp(-g)) for g in gates] for gates in trace.gate_logits.flatten(0, 1).tolist()]
     pdfs = [[a, (1 - a) * b, (1 - a) * (1 - b)] for a, b, _ in tokens]
     for loop in range(3):
@@ -87,18 +100,49 @@ def test_observed_exits_equal_products_of_sigmoids():
 
 
 def test_token_correlation_is_the_mean_over_all_pairs():
+    def correlation(states):
+        return token_correlation(states, torch.ones(states.shape[:2], dtype=torch.bool))
+
     states = torch.randn(2, 7, 5, dtype=torch.float64)
-    pairs = [F.cosine_similarity(row[i], row[j], dim=0) for row in states for i, j in combinations(range(7), 2)]
-    torch.testing.assert_close(token_correlation(states), torch.stack(pairs).mean())
-    assert token_correlation(torch.ones(1, 4, 3)).item() == pytest.approx(1.0)
-    assert token_correlation(torch.eye(4)[None]).item() == pytest.approx(0.0)
-    assert token_correlation(torch.tensor([[[2.0], [-3.0]]])).item() == pytest.approx(-1.0)
+    for row, found in zip(states, correlation(states), strict=True):
+        pairs = [F.cosine_similarity(row[i], row[j], dim=0) for i, j in combinations(range(7), 2)]
+        torch.testing.assert_close(found, torch.stack(pairs).mean())
+    assert correlation(torch.ones(1, 4, 3)).item() == pytest.approx(1.0)
+    assert correlation(torch.eye(4)[None]).item() == pytest.approx(0.0)
+    assert correlation(torch.tensor([[[2.0], [-3.0]]])).item() == pytest.approx(-1.0)
+
+
+def test_padding_counts_in_no_number():
+    """Rows of 4 and 10 real tokens, the first packed of two documents, and one of padding alone."""
+    documents = [Document(tokens=IDS[0, at].tolist(), is_target=[True] * 2) for at in (slice(0, 2), slice(2, 4))]
+    whole = Document(tokens=IDS[1].tolist(), is_target=[True] * 10)
+    batch = stack([packed_row(documents, 10, 0), packed_row([whole], 10, 0), empty_row(10, 0)])
+    real = real_tokens(batch["position_ids"])
+    assert real.sum(-1).tolist() == [4, 10, 0]
+    assert real[0].tolist() == [True] * 4 + [False] * 6
+    model = tiny_model().double()
+    arguments = {"loops": 3, "keep_loops": "all", "use_cache": False}
+    padded = model.model(batch["input_ids"], position_ids=batch["position_ids"], **arguments)
+    short = model.model(batch["input_ids"][:1, :4], position_ids=batch["position_ids"][:1, :4], **arguments)
+    long = model.model(IDS[1:2], **arguments)
+    found, one, two = observed(model, padded, real), observed(model, short), observed(model, long)
+    assert found.keys() == one.keys() == two.keys()
+    for name, value in found.items():
+        shares = (1, 1) if name == "token_correlation" else (4, 10)
+        wanted = (shares[0] * one[name] + shares[1] * two[name]) / sum(shares)
+        assert value == pytest.approx(wanted, rel=1e-9), name
+
+
+def test_a_process_without_a_row_adds_nothing():
+    model, empty = tiny_model(), stack([empty_row(10, 0)])
+    trace = model.model(empty["input_ids"], position_ids=empty["position_ids"], keep_loops="all", use_cache=False)
+    assert observed(model, trace, real_tokens(empty["position_ids"])) == {}
 
 
 def test_only_what_is_there_is_observed():
     model = tiny_model(**HUGINN)
     trace = model.model(IDS[:, :1], loops=4, keep_loops=[2, 4], use_cache=False)
-    assert set(observe(model, trace)) == {"state_norm_loop2", "state_norm_loop4"}
+    assert set(observed(model, trace)) == {"state_norm_loop2", "state_norm_loop4"}
 
 
 # Gradients ----------------------------------------------------------------------------------------------------
@@ -230,7 +274,7 @@ def train_gate(beta, steps=300):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return observe(model, model.model(sums(steps), loops=3, keep_loops="all", use_cache=False))
+    return observed(model, model.model(sums(steps), loops=3, keep_loops="all", use_cache=False))
 
 
 def test_a_gate_without_entropy_collapses_and_is_reported():

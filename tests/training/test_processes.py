@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from looplm.training import load_recipe, train
-from looplm.training.checkpoints import complete_checkpoints
+from looplm.training.checkpoints import complete_checkpoints, seed_process
 from looplm.training.distribution import World
 from looplm.training.run_folder import alone_in
 
@@ -106,9 +107,15 @@ def assert_same(one, other, tolerance=1e-8):
             torch.testing.assert_close(tensor, b[key], atol=tolerance, rtol=tolerance, msg=f"{other}: {key}")
 
 
+def random_states(checkpoint):
+    files = (checkpoint / "trainer").glob("*.safetensors")
+    return {key: tensor for file in files for key, tensor in load_file(file).items() if key.startswith("rng/")}
+
+
 def losses(checkpoint):
     lines = (checkpoint.parents[1] / "log.jsonl").read_text().splitlines()
-    return [(r["loss"], r["grad_norm"]) for r in map(json.loads, lines) if "loss" in r]
+    names = ("loss", "grad_norm", "state_norm_loop1", "token_correlation", "exit_loop1")
+    return [[r[name] for name in names] for r in map(json.loads, lines) if "loss" in r]
 
 
 @pytest.mark.parametrize("processes", [2, 3])
@@ -133,13 +140,22 @@ def test_a_run_goes_on_with_another_number_of_processes(recipe_file, alone):
     out = recipe_file.parent / "moved"
     launch(2, recipe_file, ";".join([str(out), "parallel=fsdp", *CASES["averaged"]]))
     last, first = complete_checkpoints(out / "checkpoints")[::-1]
-    for file in sorted(last.rglob("*"), reverse=True):
-        file.rmdir() if file.is_dir() else file.unlink()
-    last.rmdir()
+    shutil.rmtree(last)
     assert first.name == "step-00000003"
+    stored = random_states(first)
+    assert not stored["rng/0"].equal(stored["rng/1"])  # each process drops other entries
     resumed = train(load_recipe(recipe_file, [f"out={out}", *CASES["averaged"]]))
     assert resumed.step == 6
     assert_same(alone["averaged"], resumed.checkpoint)
+    grown = recipe_file.parent / "grown"
+    shutil.copytree(alone["averaged"].parents[1], grown)
+    shutil.rmtree(grown / "checkpoints" / "step-00000006")
+    launch(2, recipe_file, ";".join([str(grown), *CASES["averaged"]]))
+    assert_same(alone["averaged"], grown / "checkpoints" / "step-00000006")
+    stored = random_states(grown / "checkpoints" / "step-00000006")
+    assert stored["rng/0"].equal(random_states(alone["averaged"])["rng/0"])
+    seed_process(0, 3, World(rank=1, size=2))
+    assert stored["rng/1"].equal(torch.get_rng_state())  # new at step 3, and nothing draws from it without dropout
 
 
 def test_a_sharded_model_is_put_together_on_the_leading_process_alone(tmp_path):

@@ -97,6 +97,16 @@ def test_new_models_are_the_published_ones(name, preset):
         assert config.embed_scale == pytest.approx(published.embed_scale, rel=1e-6)
 
 
+def test_micro_batches_belong_to_the_run_where_its_result_depends_on_them():
+    assert load_recipe("huginn").depth.per == "micro_batch"
+    assert load_recipe("huginn").free_fields == ("out", "checkpointing", "parallel")
+    whole = load_recipe("mini_stage1", ["stability={form: {kind: vector_jacobian, whole_tensor: true}, weight: 0.1}"])
+    assert "micro_rows" not in whole.free_fields
+    each = load_recipe("mini_stage1", ["stability={form: {kind: vector_jacobian}, weight: 0.1}"])
+    for recipe in (load_recipe("huginn", ["depth.per=sequence"]), load_recipe("mini_stage1"), each):
+        assert recipe.free_fields == ("out", "checkpointing", "parallel", "micro_rows")
+
+
 def test_huginns_recipe_and_its_bad_runs():
     good = load_recipe("huginn")
     assert (good.depth.mean, good.depth.sigma, good.depth.grad_loops, good.depth.per) == (32, 0.5, 8, "micro_batch")

@@ -1,6 +1,7 @@
 """Supervised fine-tuning, full or by LoRA: answers end, only adapters move, folders open in looplm and in PEFT."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -116,6 +117,29 @@ def test_changes_of_a_checkpoint_that_would_need_other_tensors_are_refused(base,
     done = train(recipe(base, talks, tmp_path / "run", "model={rope_theta: 5000.0}", "loops=5", "steps=1"))
     config = looplm.load(done.checkpoint).config
     assert (config.rope_theta, config.loops) == (5000.0, 5)
+
+
+@pytest.mark.parametrize("target", ["q_porj", "core", "proj", "norm"])
+def test_an_adapters_target_that_names_no_projection_is_refused(base, talks, tmp_path, target):
+    known = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj$"
+    with pytest.raises(ValueError, match=f"lora.targets: this model has no projection '{target}', only {known}"):
+        train(recipe(base, talks, tmp_path / "run", f"lora={{rank: 2, targets: [v_proj, {target}]}}"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_beyond_the_models_embedding_is_refused(base, talks, tmp_path):
+    shutil.copytree(base, tmp_path / "wider")
+    tokenizer = looplm.load_tokenizer(base)
+    greatest = len(tokenizer)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(tmp_path / "wider")
+    with pytest.raises(ValueError, match=f"ids reach {greatest}, but the model embeds {greatest} tokens only"):
+        train(recipe(tmp_path / "wider", talks, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+    model = looplm.load(base)
+    model.resize_token_embeddings(greatest + 1)
+    looplm.save(model, tmp_path / "wider")
+    assert train(recipe(tmp_path / "wider", talks, tmp_path / "run", "steps=1")).finished
 
 
 def test_the_command_line(base, talks, tmp_path):

@@ -120,6 +120,18 @@ def test_each_step_runs_at_its_own_drawn_depth(recipe_file, tmp_path):
             assert f"loss_loop{record['loops'] + 1}" not in record
 
 
+@pytest.mark.parametrize("per", ["sequence", "micro_batch"])
+def test_exits_in_the_log_are_a_distribution_whatever_the_rows_depths(recipe_file, tmp_path, per):
+    """Rows that stop at the first loop leave there by force, which says nothing of the gate."""
+    depth = f"depth={{kind: uniform, low: 1, high: 3, per: {per}}}"
+    train(recipe_at(recipe_file, tmp_path / "run", depth, "data.rows=8", "micro_rows=1", "steps=3"))
+    for record in log_of(tmp_path / "run"):
+        if "loss" in record:
+            exits = [value for name, value in record.items() if name.startswith("exit_loop")]
+            assert len(exits) == sum(name.startswith("state_norm_loop") for name in record) > 1
+            assert sum(exits) == pytest.approx(1)
+
+
 def test_a_finished_run_is_left_alone(recipe_file, tmp_path):
     first = train(recipe_at(recipe_file, tmp_path / "run", "steps=4"))
     stamp = (first.checkpoint / "model.safetensors").stat().st_mtime_ns
@@ -240,6 +252,8 @@ def test_warmup_stable_decay_by_hand():
         ("schedule.warmup=3", "unknown key 'schedule.warmup'"),
         ("optimizer.lr=abc", "optimizer.lr: Input should be a valid number"),
         ("optimizer.lr=-1", "lr=-1.0 must be above 0"),
+        ("seed=9223372036854775808", "seed: Input should be less than 9223372036854775808"),
+        ("seed=-1", "seed: Input should be greater than or equal to 0"),
         ("steps=0", "steps: Input should be greater than 0"),
         ("objective.kind=none", "objective: .*'expected_loss', 'gate_regression'"),
         ("model=null", "give model .* or init_from"),
@@ -378,6 +392,35 @@ def test_an_override_with_a_kind_replaces_at_any_depth(recipe_file):
     assert (recipe.stability.form.kind, recipe.stability.weight) == ("vector_jacobian", 0.1)
     merged = load_recipe(recipe_file, ["optimizer={lr: 0.5}", "data={length: 16}"])
     assert (merged.optimizer.lr, merged.data.length, merged.data.rows) == (0.5, 16, 4)
+
+
+def test_dropout_is_drawn_by_the_recipes_seed_alone(recipe_file, tmp_path):
+    """A run from a checkpoint builds nothing at random, so that what the process drew before must not matter."""
+    first = train(recipe_at(recipe_file, tmp_path / "first", "steps=1"))
+    text = recipe_file.read_text().replace("model:", f"init_from: {first.checkpoint}\n# model:")
+    recipe_file.write_text(text)
+    runs = []
+    for state in (1, 2):
+        torch.manual_seed(state)
+        made = train(recipe_at(recipe_file, tmp_path / str(state), "steps=2", "model={dropout: 0.3}"))
+        runs.append(load_file(made.checkpoint / "model.safetensors"))
+    assert all(tensor.equal(runs[1][name]) for name, tensor in runs[0].items())
+
+
+def test_the_greatest_seed_will_do(recipe_file, tmp_path):
+    assert train(recipe_at(recipe_file, tmp_path / "run", f"seed={2**63 - 1}", "steps=2")).finished
+
+
+def test_a_run_without_held_out_rows_logs_no_empty_records(recipe_file, tmp_path):
+    sources = ("data.sources.compose=null", "data.sources.text.held_out=0.0")
+    train(recipe_at(recipe_file, tmp_path / "run", *sources, "steps=6"))
+    assert [record["step"] for record in log_of(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_alarm_that_stays_is_one_record(recipe_file, tmp_path):
+    train(recipe_at(recipe_file, tmp_path / "run", "monitors={norm: 1e-6}", "steps=6"))
+    (alarm,) = [record for record in log_of(tmp_path / "run") if record.get("alarm") == "norm explosion"]
+    assert (alarm["step"], alarm["of"]) == (1, "step")
 
 
 def test_looking_at_a_run_does_not_change_it(recipe_file, tmp_path):

@@ -24,9 +24,9 @@ def tokenize_corpus(text: str, tokenizer: str, out: Path, field: str) -> ShardMe
         for text_of_one in iterate_documents(text, field):
             waiting.append(text_of_one)
             if len(waiting) == _AT_ONCE:
-                yield from encode(reader, waiting)
+                yield from encode(reader, waiting, plain=True)
                 waiting = []
-        yield from encode(reader, waiting)
+        yield from encode(reader, waiting, plain=True)
 
     return write_shards(([*ids, reader.eos_token_id] for ids in documents()), out, reader)
 
@@ -36,6 +36,4 @@ def average_run(run: Path, out: Path, beta: float, last: int, dilation: int) -> 
     done = complete_checkpoints(run / "checkpoints")
     if not done:
         raise ValueError(f"'{run}' is no run with a complete checkpoint")
-    if out.exists() and any(out.iterdir()):
-        raise ValueError(f"{out} is not empty; give a new folder")
     return write_average(done, out, beta, last, dilation)

@@ -150,7 +150,9 @@ def generate(
 def calibrate(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint or a run folder.")],
     text: Annotated[str | None, typer.Argument(help="Text to measure on; Python's own manual by default.")] = None,
-    policy: Annotated[str, typer.Option(help="Whose threshold: exit_cdf, state_converged, logits_kl, ...")] = "exit_cdf",
+    policy: Annotated[
+        str, typer.Option(help="Whose threshold: exit_cdf, state_converged, logits_kl, ...")
+    ] = "exit_cdf",
     mean_loops: Annotated[float | None, typer.Option(help="The mean loops of a token to aim at.")] = None,
     loss: Annotated[float | None, typer.Option(help="Or the loss in nats a token not to exceed.")] = None,
     min_loops: Annotated[int | None, typer.Option(min=1, help="No token leaves before.")] = None,

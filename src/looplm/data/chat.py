@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from looplm.data.files import Record, read_records, value_of
-from looplm.data.packing import Document, pack, packed_row
+from looplm.data.files import Record, check_characters, read_records, value_of
+from looplm.data.packing import Document, DocumentStore, pack, packed_row
 from looplm.data.permutation import permute
 from looplm.data.rows import Row
 from looplm.data.tokenizer import CHAT_TOKENS, TURN_END, TURN_START, encode, padding_id
@@ -41,8 +41,9 @@ def read_conversations(
     answer under the fields `prompt` and `answer`.
 
     Raises:
-        ValueError: for a record without these, named by file and line.
+        ValueError: for a record without these, named by file and line; or if there is no record.
     """
+    record = None
     for record in read_records(path):
         if prompt is not None and answer is not None:
             pair = ((role, value_of(record, field)) for role, field in (("user", prompt), ("assistant", answer)))
@@ -53,6 +54,8 @@ def read_conversations(
                 raise ValueError(f"{record.where}: '{messages}' is a {type(found).__name__}, not a list of turns")
             turns = [_turn(record, turn) for turn in found]
         yield Conversation(record.where, tuple(turns))
+    if record is None:
+        raise ValueError(f"'{path}' holds no conversation")
 
 
 def chat_document(tokenizer: PreTrainedTokenizerFast, conversation: Conversation) -> Document:
@@ -92,7 +95,7 @@ class ChatRows:
     """Conversations packed into rows of `length`: each epoch in an order of its own, next fit.
 
     Too long conversations are dropped or cut at the end (`dropped` and `truncated` count them), or refused. Held out is
-    a share drawn at random, at least one of several.
+    a share drawn at random, of several at least one, and never all.
 
     Raises:
         ValueError: if no conversation is left.
@@ -105,14 +108,11 @@ class ChatRows:
         self._length, self._seed, self._pad = length, seed, padding_id(tokenizer)
         self._held_out_rows = held_out_rows
         self.dropped = self.truncated = 0
-        documents = []
-        for conversation in conversations:
-            document = self._fitted(chat_document(tokenizer, conversation), conversation.where, too_long)
-            if document is not None:
-                documents.append(document)
-        if not documents:
+        fitted = (self._fitted(chat_document(tokenizer, each), each.where, too_long) for each in conversations)
+        self._documents = DocumentStore(document for document in fitted if document is not None)
+        if not len(self._documents):
             raise ValueError(f"no conversation fits into rows of {length} ({self.dropped} dropped); raise data.length")
-        self._train, self._test = _split(documents, held_out)
+        self._train, self._test = _split(len(self._documents), held_out)
         self._epochs: list[list[list[int]]] = []
         self._ends: list[int] = []  # rows up to the end of each epoch
 
@@ -123,7 +123,7 @@ class ChatRows:
         epoch = bisect_right(self._ends, index)
         before = self._ends[epoch - 1] if epoch else 0
         return packed_row(
-            [self._train[number] for number in self._epochs[epoch][index - before]], self._length, self._pad
+            [self._documents[number] for number in self._epochs[epoch][index - before]], self._length, self._pad
         )
 
     def rows_in_epochs(self, epochs: int) -> int:
@@ -134,7 +134,7 @@ class ChatRows:
 
     def held_out(self) -> list[Row]:
         """The conversations that training does not see, packed."""
-        return pack(self._test, self._length, self._pad)[: self._held_out_rows]
+        return pack([self._documents[number] for number in self._test], self._length, self._pad)[: self._held_out_rows]
 
     def _fitted(self, document: Document, where: str, too_long: TooLong) -> Document | None:
         size = len(document.tokens)
@@ -154,8 +154,9 @@ class ChatRows:
         order = permute(np.arange(len(self._train)), len(self._train), [self._seed, len(self._epochs)])
         rows: list[list[int]] = []
         room = 0
-        for number in order.tolist():
-            size = len(self._train[number].tokens)
+        for place in order.tolist():
+            number = self._train[place]
+            size = self._documents.size(number)
             if size > room:
                 rows.append([])
                 room = self._length
@@ -165,12 +166,11 @@ class ChatRows:
         self._ends.append((self._ends[-1] if self._ends else 0) + len(rows))
 
 
-def _split(documents: list[Document], held_out: float) -> tuple[list[Document], list[Document]]:
-    """The training part and the held-out part, the same whatever the run's seed."""
-    num_test = max(1, round(held_out * len(documents))) if held_out and len(documents) > 1 else 0
-    order = permute(np.arange(len(documents)), len(documents), [0]).tolist()
-    test, train = sorted(order[:num_test]), sorted(order[num_test:])
-    return [documents[number] for number in train], [documents[number] for number in test]
+def _split(size: int, held_out: float) -> tuple[list[int], list[int]]:
+    """The numbers of the documents of the training part and of the held-out part, the same whatever the run's seed."""
+    num_test = min(max(1, round(held_out * size)), size - 1) if held_out else 0
+    order = permute(np.arange(size), size, [0]).tolist()
+    return sorted(order[num_test:]), sorted(order[:num_test])
 
 
 def _turn(record: Record, turn: Any) -> Turn:
@@ -179,4 +179,4 @@ def _turn(record: Record, turn: Any) -> Turn:
     role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
     if not isinstance(role, str) or not isinstance(content, str):
         raise ValueError(f"{record.where}: a turn needs role and content as text, got {sorted(map(str, turn))}")
-    return Turn(_ROLES.get(role, role), content)
+    return Turn(_ROLES.get(role, check_characters(record, role)), check_characters(record, content))

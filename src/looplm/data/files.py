@@ -50,6 +50,22 @@ def value_of(record: Record, field: str) -> Any:
     return record.values[field]
 
 
+def check_characters(record: Record, text: str) -> str:
+    """`text` itself, a value of the record.
+
+    Raises:
+        ValueError: if it holds half a character, as JSON can spell it ("\\ud800") and no tokenizer can read.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])
+        raise ValueError(
+            f"{record.where}: character {error.start + 1} of a text is {half}, half a character"
+        ) from error
+    return text
+
+
 def _folder(folder: Path, text_field: str) -> Iterator[Record]:
     skipped = []
     for file in sorted(file for file in folder.rglob("*") if file.is_file()):

@@ -1,8 +1,10 @@
 """Documents packed into rows of equal length, each document blind to the others."""
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from looplm.data.rows import IGNORED, Row
@@ -14,6 +16,30 @@ class Document:
 
     tokens: Sequence[int]
     is_target: Sequence[bool]
+
+
+class DocumentStore:
+    """Documents by number, held end to end in five bytes a token."""
+
+    def __init__(self, documents: Iterable[Document]) -> None:
+        tokens, is_target, ends = array("i"), bytearray(), [0]
+        for document in documents:
+            tokens.extend(document.tokens)
+            is_target.extend(document.is_target)
+            ends.append(len(tokens))
+        self._tokens, self._is_target = np.asarray(tokens, dtype=np.int32), np.frombuffer(is_target, dtype=np.bool_)
+        self._ends = np.asarray(ends)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, number: int) -> Document:
+        part = slice(self._ends[number], self._ends[number + 1])
+        return Document(tokens=self._tokens[part].tolist(), is_target=self._is_target[part].tolist())
+
+    def size(self, number: int) -> int:
+        """How many tokens a document has."""
+        return int(self._ends[number + 1] - self._ends[number])
 
 
 def pack(documents: Sequence[Document], length: int, pad: int = 0) -> list[Row]:

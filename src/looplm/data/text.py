@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from looplm.data.files import read_records, value_of
+from looplm.data.files import check_characters, read_records, value_of
 
 
 def read_documents(path: str | Path | None = None, field: str = "text") -> list[str]:
@@ -35,4 +35,4 @@ def iterate_documents(path: str | Path | None = None, field: str = "text") -> It
         if not isinstance(text, str):
             raise ValueError(f"{record.where}: the field '{field}' is a {type(text).__name__}, not text")
         if text.strip():
-            yield text
+            yield check_characters(record, text)

@@ -29,7 +29,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, words: Iterable[s
     """A tokenizer of at most `vocab_size` tokens, in which every one of `words` is a single token.
 
     Any text round-trips, since all 256 bytes are tokens. With `CHAT_TOKENS` among the words it has ChatML as its chat
-    template, and these are special: ordinary text cannot forge them.
+    template, and these are special: text that is encoded as `plain` cannot forge them.
 
     Raises:
         ValueError: if the vocabulary is too small for the bytes and the words.
@@ -71,7 +71,8 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], plain: bool = False) -> list[list[int]]:
     """The token ids of every text and nothing besides: no start or end token is added.
 
-    plain: special tokens written in the text are spelt out as ordinary characters, for text by others.
+    plain: special tokens written in the text are spelt out as ordinary characters, as corpora and conversations are
+    read; a task's words stay single tokens, since they are not special.
     """
     if not texts:
         return []

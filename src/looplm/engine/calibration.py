@@ -132,7 +132,8 @@ class _Part:
         self.trace: Trace = model.model(rows, loops=loops, keep_loops="all", use_cache=False)
         targets = rows[:, 1:].flatten()
         self.losses = torch.stack(
-            [F.cross_entropy(self._logits(loop)[1].float(), targets, reduction="none") for loop in range(1, loops + 1)], 1
+            [F.cross_entropy(self._logits(loop)[1].float(), targets, reduction="none") for loop in range(1, loops + 1)],
+            1,
         )
 
     def exits(self, policy: DepthPolicy) -> Tensor:
@@ -182,7 +183,9 @@ def _check_reached(
     mean_loops: float, loss: float, target_loops: float | None, target_loss: float | None, least: tuple[float, float]
 ) -> None:
     if target_loops is not None and (mean_loops < target_loops - 1e-9 or least[0] > target_loops + 1e-9):
-        raise ValueError(f"target_loops={target_loops} is not to be had: tokens do from {least[0]:.2f} to {mean_loops:.2f}")
+        raise ValueError(
+            f"target_loops={target_loops} is not to be had: tokens do from {least[0]:.2f} to {mean_loops:.2f}"
+        )
     if target_loss is not None and loss > target_loss:
         raise ValueError(f"target_loss={target_loss} is not to be had: the latest exit costs {loss:.4f} nats a token")
 
@@ -194,4 +197,3 @@ def _policy(family: str, threshold: float, min_loops: int) -> DepthPolicy:
 
 def _default_floor(family: str) -> int:
     return 2 if family == "gate_above" else 1
-

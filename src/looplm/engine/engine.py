@@ -88,9 +88,7 @@ class Engine:
         # What may be recomputed keeps its state, one for each token.
         lanes = max_rows * (max_length if recomputes(self.policy) else self.width)
         self.scheduler = Scheduler(memory, max_rows, self.width, lanes)
-        self.runner = Runner(
-            model, lanes, max_length, memory.core, memory.boundary, self.policy, deterministic
-        )
+        self.runner = Runner(model, lanes, max_length, memory.core, memory.boundary, self.policy, deterministic)
         self.decisions = Decisions(self.runner, self.loops)
         self.intake = Intake(
             config=model.config, tokenizer=tokenizer, memory=memory, depth=depth, loops=self.loops,

@@ -111,9 +111,12 @@ class PrefixCache:
             parent = self._ids[key]
 
     def evict(self) -> bool:
-        """Give up the oldest leaf that nobody else uses; False if there is none."""
+        """Give up the oldest leaf of which a page becomes free; False if there is none.
+
+        A row may go on with some of a block's pages alone, where its KV policy keeps fewer loops than a prefill has.
+        """
         for number, entry in self._entries.items():
-            if entry.children == 0 and not self._shared(entry.block):
+            if entry.children == 0 and self._frees(entry.block):
                 self._drop(number, entry)
                 return True
         return False
@@ -132,9 +135,9 @@ class PrefixCache:
         self.core.release(entry.block.core)
         self.boundary.release(entry.block.boundary)
 
-    def _shared(self, block: Block) -> bool:
+    def _frees(self, block: Block) -> bool:
         pools = ((self.core, block.core), (self.boundary, block.boundary))
-        return any(pages.users[page] > 1 for pages, held in pools for page in held)
+        return any(pages.users[page] == 1 for pages, held in pools for page in held)
 
     def _count_child(self, parent: Hashable, more: int) -> None:
         if isinstance(parent, int):

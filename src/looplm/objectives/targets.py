@@ -30,7 +30,7 @@ def target_weights(batch: Batch, targets: Tensor, dtype: torch.dtype) -> Tensor:
     valid = (targets != IGNORED).to(dtype)
     if "weights" not in batch:
         return valid / valid.sum().clamp(min=1)
-    return valid * F.pad(batch["weights"][:, 1:], (0, 1)).flatten()
+    return valid * F.pad(batch["weights"][:, 1:], (0, 1)).flatten().to(dtype)
 
 
 def is_gate(parameter_name: str) -> bool:

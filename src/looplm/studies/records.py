@@ -1,6 +1,7 @@
 """Recorded results: the numbers of a study with the command, date and machine that made them."""
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -38,8 +39,9 @@ def origin(command: str) -> Origin:
 
 
 def read_log(run: Path) -> list[dict[str, Any]]:
-    """The records of a run's log, in order."""
-    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    """The records of a run's log, in order; a number that was not finite, null there, is NaN here."""
+    records = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return [{name: math.nan if value is None else value for name, value in record.items()} for record in records]
 
 
 def write_result(folder: Path, name: str, made_by: Origin, values: Any) -> Path:

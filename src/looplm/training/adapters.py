@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from looplm.models import LoopLMForCausalLM
 from looplm.training.sharded import gathered
@@ -16,6 +16,7 @@ from looplm.training.sharded import gathered
 _FOLDER, _FILE = "adapter", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _NAME = "default"
+_UNREAD = {"lm_head", "exit_gate", "embed_tokens"}  # whose weights are read without calling the module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class Lora:
     def __post_init__(self) -> None:
         if self.rank < 1 or self.alpha <= 0 or not self.targets:
             raise ValueError(f"{self} needs rank of at least 1, alpha above 0 and one target or more")
-        unread = sorted({"lm_head", "exit_gate", "embed_tokens"} & set(self.targets))
+        unread = sorted(_UNREAD & set(self.targets))
         if unread:
             raise ValueError(
                 f"lora.targets: '{unread[0]}' is not read through its module; adapt the core's projections"
@@ -52,9 +53,18 @@ class Lora:
 
 
 def add_adapter(model: LoopLMForCausalLM, lora: Lora, seed: int) -> None:
-    """Put fresh adapters into `model`, in place; they change nothing until trained."""
+    """Put fresh adapters into `model`, in place; they change nothing until trained.
+
+    Raises:
+        ValueError: for a target that is the name of no projection in the model.
+    """
     from peft import inject_adapter_in_model
 
+    projections = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    for target in lora.targets:
+        if not any(f".{name}".endswith(f".{target}") for name in projections):
+            known = sorted({name.rpartition(".")[2] for name in projections} - _UNREAD)
+            raise ValueError(f"lora.targets: this model has no projection '{target}', only {', '.join(known)}")
     torch.manual_seed(seed)
     inject_adapter_in_model(lora.settings(), model, adapter_name=_NAME)
 

@@ -116,10 +116,10 @@ def write_average(
     Config and tokenizer are the newest checkpoint's.
 
     Raises:
-        ValueError: if `out` exists, or a checkpoint is unusable; nothing is written then.
+        ValueError: if `out` is anything but an empty folder, or a checkpoint is unusable; nothing is written then.
     """
-    if out.exists():
-        raise ValueError(f"{out} exists already; give another folder")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists already and is no empty folder; give another one")
     chosen = dilated(folders, last, dilation)
     averages = average_checkpoints(chosen, beta)
     model, tokenizer = load(chosen[-1]), load_tokenizer(chosen[-1])

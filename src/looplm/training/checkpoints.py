@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from pydantic import TypeAdapter
@@ -136,8 +137,16 @@ def clear_unfinished(folder: Path) -> None:
             shutil.rmtree(stale)
 
 
+def seed_process(seed: int, step: int, world: World) -> None:
+    """From `step` on, let torch's generators, from which dropout alone draws in a run, be this process's own."""
+    own = np.random.SeedSequence([seed, step, world.rank, 1]).generate_state(1, np.uint64)
+    torch.manual_seed(int(own[0]))
+
+
 def restore(checkpoint: Path, live: Live, world: World) -> None:
     """Put optimiser, averages, and random state back (the weights are loaded with the model).
+
+    A process whose random state was not stored, since there were fewer, keeps the one that it has.
 
     Raises:
         ValueError: if a file of the state is missing or damaged, or is the state of another model.
@@ -150,19 +159,24 @@ def _read_state(checkpoint: Path, live: Live, world: World) -> None:
     reader = HuggingFaceStorageReader(str(checkpoint / _STATE))
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     parameters = dict(live.model.named_parameters())
-    own_rng = f"rng/{world.rank}"
+    own_rng = _rng_states(world)
     state: dict[str, Tensor] = {}
     for key, meta in stored.items():
         place, _, name = key.partition("/")
-        if place == "rng":
-            if key == own_rng:
+        if place in ("rng", "cuda_rng"):
+            if key in own_rng:
                 state[key] = torch.empty(meta.size, dtype=meta.properties.dtype)
         else:
             parameter = parameters.get(name.rpartition("/")[0] if place == "optimizer" else name)
             state[key] = _place_for(parameter, meta)
     with _alone_by_intent():
         dcp.load(state, storage_reader=reader, no_dist=world.size == 1)
-    _put_back(state, live, parameters, own_rng)
+    _put_back(state, live, parameters)
+    for key in own_rng.keys() & state.keys():
+        if key.startswith("cuda_rng/"):
+            torch.cuda.set_rng_state(state[key], world.device)
+        else:
+            torch.set_rng_state(state[key])
 
 
 def read_progress(checkpoint: Path) -> Progress:
@@ -195,7 +209,7 @@ def intact(checkpoint: Path, part: str) -> Generator[None]:
         ) from error
 
 
-def _put_back(state: Mapping[str, Tensor], live: Live, parameters: Mapping[str, Any], own_rng: str) -> None:
+def _put_back(state: Mapping[str, Tensor], live: Live, parameters: Mapping[str, Any]) -> None:
     owner = {
         id(p): optimizer for optimizer in live.optimizers for group in optimizer.param_groups for p in group["params"]
     }
@@ -214,8 +228,6 @@ def _put_back(state: Mapping[str, Tensor], live: Live, parameters: Mapping[str, 
         live.ema.load_state_dict(averages)
     if live.module.stability is not None:
         live.module.stability.load_state_dict(direction, strict=bool(direction))
-    if own_rng in state:
-        torch.set_rng_state(state[own_rng])
 
 
 def _tensors(live: Live, world: World) -> dict[str, Tensor]:
@@ -232,7 +244,15 @@ def _tensors(live: Live, world: World) -> dict[str, Tensor]:
         tensors |= {f"ema/{name}": tensor for name, tensor in live.ema.state_dict().items()}
     if live.module.stability is not None:
         tensors |= {f"stability/{name}": tensor for name, tensor in live.module.stability.named_buffers()}
-    return tensors | {f"rng/{world.rank}": torch.get_rng_state()}
+    return tensors | _rng_states(world)
+
+
+def _rng_states(world: World) -> dict[str, Tensor]:
+    """The states of this process's generators, by the names under which they are stored."""
+    states = {f"rng/{world.rank}": torch.get_rng_state()}
+    if world.device.type == "cuda":
+        states[f"cuda_rng/{world.rank}"] = torch.cuda.get_rng_state(world.device)
+    return states
 
 
 def _write_model(model: LoopLMForCausalLM, weights: Mapping[str, Tensor], folder: Path, world: World) -> None:

@@ -6,6 +6,8 @@ from typing import ClassVar, Literal, Self
 
 import numpy as np
 
+_MOST_LOOPS, _MOST_SIGMA = 10**6, 5.0  # far beyond any use, and within the range of what numpy draws
+
 
 @dataclass(frozen=True, kw_only=True)
 class Depth:
@@ -76,10 +78,12 @@ class _Bounded:
     growth: Growth | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.low <= self.high:
-            raise ValueError(f"a depth schedule needs 1 <= low <= high, got low={self.low}, high={self.high}")
-        if self.grad_loops is not None and self.grad_loops < 1:
-            raise ValueError(f"grad_loops={self.grad_loops} must be at least 1")
+        if not 1 <= self.low <= self.high <= _MOST_LOOPS:
+            raise ValueError(
+                f"a depth schedule needs 1 <= low <= high <= {_MOST_LOOPS}, got low={self.low}, high={self.high}"
+            )
+        if self.grad_loops is not None and not 1 <= self.grad_loops <= _MOST_LOOPS:
+            raise ValueError(f"grad_loops={self.grad_loops} must be at least 1, at most {_MOST_LOOPS}")
         if self.grad_low is not None and not 1 <= self.grad_low <= (self.grad_loops or 0):
             raise ValueError(f"grad_low={self.grad_low} must be between 1 and grad_loops={self.grad_loops}")
         if self.per not in ("step", "micro_batch", "sequence"):
@@ -193,10 +197,12 @@ class LogNormalDepth(_Bounded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.mu <= math.log(_MOST_LOOPS):
+            raise ValueError(f"mu={self.mu} is the log of a depth, at most that of {_MOST_LOOPS}; STARS takes 2.0")
         _check_spread(1, self.sigma)
 
     def _sample(self, generator: np.random.Generator) -> float:
-        return round(generator.lognormal(self.mu, self.sigma))
+        return round(min(generator.lognormal(self.mu, self.sigma), self.high))
 
     def _scaled(self, factor: float) -> Self:
         return replace(self, mu=self.mu + math.log(factor))
@@ -221,15 +227,18 @@ class LogNormalPoissonDepth(_Bounded):
 
     def _sample(self, generator: np.random.Generator) -> float:
         rate = generator.lognormal(math.log(self.mean) - self.sigma**2 / 2, self.sigma)
-        return generator.poisson(rate) + 1
+        return generator.poisson(min(rate, 2 * _MOST_LOOPS)) + 1  # numpy draws up to some 9e18
 
     def _scaled(self, factor: float) -> Self:
         return replace(self, mean=self.mean * factor)
 
 
 def _check_spread(mean: float, sigma: float = 0.0) -> None:
-    if mean <= 0 or sigma < 0:
-        raise ValueError(f"a depth drawn with mean={mean}, sigma={sigma} needs mean > 0 and sigma >= 0")
+    if not 0 < mean <= _MOST_LOOPS or not 0 <= sigma <= _MOST_SIGMA:
+        raise ValueError(
+            f"a depth drawn with mean={mean}, sigma={sigma} needs mean > 0 and sigma >= 0, "
+            f"at most {_MOST_LOOPS} and {_MOST_SIGMA:g}"
+        )
 
 
 DepthSchedule = FixedDepth | UniformDepth | PoissonDepth | LogNormalDepth | LogNormalPoissonDepth

@@ -37,7 +37,7 @@ def held_out_losses(
         rows_at_once = max(1, _TOKENS_AT_ONCE // batch["labels"].shape[1])
         for parts in zip(*(column.split(rows_at_once) for column in columns.values()), strict=True):
             rows = {name: part.to(device) for name, part in zip(columns, parts, strict=True)}
-            rows["weights"] = torch.full(rows["labels"].shape, 1.0, device=device) / count.to(device)
+            rows["weights"] = torch.full(rows["labels"].shape, 1 / count.item(), dtype=torch.float64, device=device)
             total += read(rows, loops).double().cpu()
         found |= {f"{source}/loss_loop{loop}": float(loss) for loop, loss in enumerate(total, start=1)}
     return found

@@ -108,13 +108,29 @@ class _Steps:
         }
 
 
+def first_rows(batch: StepBatch, count: int) -> Batch:
+    """Of the step's first `count` rows those that this process has; a row of padding where it has none."""
+    columns = ("input_ids", "position_ids", "row_seeds")
+    chosen = [(micro["rows"] >= 0) & (micro["rows"] < count) for micro in batch.micro_batches]
+    found = {
+        name: torch.cat([micro[name][own] for micro, own in zip(batch.micro_batches, chosen, strict=True)])
+        for name in columns
+    }
+    if len(found["row_seeds"]):
+        return found
+    first = {name: batch.micro_batches[0][name][:1] for name in columns}
+    return first | {"position_ids": torch.zeros_like(first["position_ids"])}
+
+
 def row_seed(seed: int, step: int, row: int) -> int:
     """A seed of a row's own."""
     return int(np.random.SeedSequence([seed, step, row + 1]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def step_weights(micro_batches: Sequence[Batch], data: Data, all_reduce: Callable[[Tensor], Tensor]) -> list[Batch]:
-    """The micro-batches with `weights` [B, length]: what each target counts in the step's loss, over all processes."""
+    """The micro-batches with `weights` [B, length], float64: what each target counts in the step's loss, over all
+    processes.
+    """
     num_sources = len(data.sources)
     counts = torch.zeros(num_sources, dtype=torch.float64)
     for batch in micro_batches:
@@ -125,10 +141,7 @@ def step_weights(micro_batches: Sequence[Batch], data: Data, all_reduce: Callabl
     else:
         weights = torch.tensor([source.weight for source in data.sources.values()], dtype=torch.float64)
         per_source = weights / counts.clamp(min=1)
-    return [
-        batch | {"weights": (_targets(batch) * per_source[batch["source"]][:, None]).to(torch.get_default_dtype())}
-        for batch in micro_batches
-    ]
+    return [batch | {"weights": _targets(batch) * per_source[batch["source"]][:, None]} for batch in micro_batches]
 
 
 def _targets(batch: Batch) -> Tensor:

@@ -1,16 +1,19 @@
 """A run's log: one JSON line a record, the same numbers in TensorBoard, and a progress bar."""
 
 import json
+import math
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
 _RECORDS, _BOARD = "log.jsonl", "tensorboard"
+_OVER = "over"
 
 
 class Log(Protocol):
@@ -19,7 +22,7 @@ class Log(Protocol):
     def write(self, step: int, values: dict[str, float]) -> None:  # noqa: D102
         ...
 
-    def alarm(self, step: int, name: str, message: str) -> None:  # noqa: D102
+    def alarms(self, step: int, of: str, found: Mapping[str, str]) -> None:  # noqa: D102
         ...
 
     def close(self) -> None:  # noqa: D102
@@ -32,7 +35,7 @@ class SilentLog:
     def write(self, step: int, values: dict[str, float]) -> None:
         """Nothing: the leading process writes the same numbers."""
 
-    def alarm(self, step: int, name: str, message: str) -> None:
+    def alarms(self, step: int, of: str, found: Mapping[str, str]) -> None:
         """Nothing."""
 
     def close(self) -> None:
@@ -46,24 +49,38 @@ class RunLog:
         self.console = console
         self.path = folder / _RECORDS
         self.printed: set[str] = set()
-        _forget_after(self.path, start)
+        self.active: dict[str, set[str]] = {}
+        for record in _forget_after(self.path, start):
+            if "of" in record:
+                active = self.active.setdefault(record["of"], set())
+                (active.discard if record["message"] == _OVER else active.add)(record["alarm"])
         self.writer = SummaryWriter(str(folder / _BOARD), purge_step=start + 1)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Record `values` after `step` steps."""
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
+        """Record `values` after `step` steps; JSON has no name for what is not finite, so that becomes null."""
+        self._append(
+            {"step": step, **{name: value if math.isfinite(value) else None for name, value in values.items()}}
+        )
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
 
-    def alarm(self, step: int, name: str, message: str) -> None:
-        """Record an alarm, and print it once for each name."""
+    def alarms(self, step: int, of: str, found: Mapping[str, str]) -> None:
+        """Record which alarms begin and which are over, given all that the numbers of `of` raise, by name.
+
+        One that begins is printed, once for each name.
+        """
+        before, self.active[of] = self.active.get(of, set()), set(found)
+        for name in sorted(before ^ set(found)):
+            message = found.get(name, _OVER)
+            self._append({"step": step, "alarm": name, "of": of, "message": message})
+            self.writer.add_text(f"alarm/{name}", message, step)
+            if name in found and name not in self.printed:
+                self.printed.add(name)
+                self.console.print(f"alarm at step {step}: {message}", highlight=False, soft_wrap=True)
+
+    def _append(self, record: dict[str, Any]) -> None:
         with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, "alarm": name, "message": message}) + "\n")
-        self.writer.add_text(f"alarm/{name}", message, step)
-        if name not in self.printed:
-            self.printed.add(name)
-            self.console.print(f"alarm at step {step}: {message}", highlight=False, soft_wrap=True)
+            file.write(json.dumps(record, allow_nan=False) + "\n")
 
     def close(self) -> None:
         """Flush everything to disk."""
@@ -101,17 +118,20 @@ def clear_log(folder: Path) -> None:
     shutil.rmtree(folder / _BOARD, ignore_errors=True)
 
 
-def _forget_after(path: Path, start: int) -> None:
+def _forget_after(path: Path, start: int) -> list[dict[str, Any]]:
+    """The records up to `start`, which are all that the file keeps."""
     if not path.exists():
-        return
-    kept = [line for line in path.read_text().splitlines() if _step(line) <= start]
+        return []
+    kept = [record for record in map(_read, path.read_text().splitlines()) if record.get("step", math.inf) <= start]
     replacement = path.with_suffix(".new")
-    replacement.write_text("".join(line + "\n" for line in kept))
+    replacement.write_text("".join(json.dumps(record) + "\n" for record in kept))
     os.replace(replacement, path)
+    return kept
 
 
-def _step(line: str) -> float:
+def _read(line: str) -> dict[str, Any]:
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return float("inf")  # a line cut by a crash
+        found = json.loads(line)
+    except ValueError:
+        return {}  # a line cut by a crash
+    return found if isinstance(found, dict) else {}

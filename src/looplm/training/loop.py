@@ -64,7 +64,7 @@ def run_steps(
                     log, done.step, values | session.reporter.step(batch, metrics, done.step - 1, seconds)
                 )
             if due(done.step, recipe.evaluate_every, session.steps):
-                session.reporter.tell(log, done.step, session.reporter.evaluation())
+                session.reporter.tell(log, done.step, session.reporter.evaluation(), of="held out")
             if due(done.step, recipe.save_every, session.steps) or stop:
                 save(done)
                 saved = done.step

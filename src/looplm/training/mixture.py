@@ -140,7 +140,7 @@ def _seed_of(seed: int, index: int) -> int:
 
 def _open(source: Source, length: int, seed: int, tokenizer: PreTrainedTokenizerFast) -> RowSource:
     if isinstance(source, TextSource):
-        documents = encode(tokenizer, read_documents(source.path, source.field))
+        documents = encode(tokenizer, read_documents(source.path, source.field), plain=True)
         return TextWindows(*split_documents(documents, source.held_out), length, seed, source.held_out_rows)
     if isinstance(source, ShardSource):
         held_out = None if source.held_out is None else TokenShards(source.held_out, tokenizer)

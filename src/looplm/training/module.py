@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from looplm.data.rows import real_tokens
 from looplm.models import LoopLMForCausalLM, Trace
 from looplm.objectives import Objective, Stability, StabilityTerm
 from looplm.objectives.probes import in_evaluation
@@ -30,10 +31,10 @@ class MetricSums:
             self.sums[name] = self.sums[name] + pair if name in self.sums else pair
 
     def means(self, sum_over_processes: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Each metric's mean over all that it was read on: a loop that few rows reached counts those alone."""
+        """Each metric's mean over all that it was read on, if anything: a loop that few rows reached counts those."""
         names = sorted(self.sums)
         table = sum_over_processes(torch.stack([self.sums[name] for name in names])).tolist()
-        return {name: value / mass if mass else 0.0 for name, (value, mass) in zip(names, table, strict=True)}
+        return {name: value / mass for name, (value, mass) in zip(names, table, strict=True) if mass}
 
 
 class ObjectiveModule(nn.Module):
@@ -71,7 +72,7 @@ class ObjectiveModule(nn.Module):
             if regular is not None:
                 penalty, metrics = regular(self.model, trace, batch)
                 loss = regular.settings.mix(loss, penalty)
-                weighed.append((metrics, (step_rows(batch) >= 0).sum() / num_rows(batch)))  # a mean over rows
+                weighed.append((metrics, (step_rows(batch) >= 0).double().sum() / num_rows(batch)))  # a mean over rows
         return loss, weighed
 
     def _trace(self, batch: Batch, depth: Depth, keep: list[int]) -> Trace:
@@ -91,11 +92,11 @@ class ObjectiveModule(nn.Module):
             return losses_by_loop(self.model, batch, loops)
 
     @torch.no_grad()
-    def observed(self, batch: Batch, loops: int) -> dict[str, float]:
-        """What the monitors see of the trajectory on a batch."""
+    def observed(self, batch: Batch, loops: int) -> list[tuple[Metrics, Tensor]]:
+        """What the monitors see of the trajectory on a batch, as `observe` gives it."""
         with in_evaluation(self.model):
             trace = self._trace(batch, Depth(loops=loops, grad_loops=loops), list(range(1, loops + 1)))
-            return observe(self.model, trace)
+            return observe(self.model, trace, real_tokens(batch["position_ids"]))
 
 
 class _Join(torch.autograd.Function):

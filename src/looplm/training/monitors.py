@@ -16,6 +16,7 @@ from looplm.models import LoopLMConfig, LoopLMForCausalLM, Trace
 from looplm.models.accounting import flops_by_part
 from looplm.models.exits import exit_log_pdf
 from looplm.models.precision import at_least_float32
+from looplm.objectives.targets import Metrics
 from looplm.training.sharded import whole
 
 _PARTS = {
@@ -28,8 +29,9 @@ _PARTS = {
 
 
 @torch.no_grad()
-def observe(model: LoopLMForCausalLM, trace: Trace) -> dict[str, float]:
-    """Numbers of the kept states and the gate logits of `trace`, means over tokens.
+def observe(model: LoopLMForCausalLM, trace: Trace, real: Tensor) -> list[tuple[Metrics, Tensor]]:
+    """Numbers of the kept states and the gate logits of `trace`: sums over the tokens that `real` [B, S] names, with
+    the number that each was summed over. Means of them are
 
     state_norm_loop{t}  ||h_t||
     step_ratio_loop{t}  ||h_t - h_(t-1)|| / ||h_t||, for t >= 2
@@ -37,34 +39,32 @@ def observe(model: LoopLMForCausalLM, trace: Trace) -> dict[str, float]:
     exit_loop{t}, exit_entropy  the exit distribution and its entropy in nats, where the model has a gate
     """
     states = {loop: at_least_float32(trace.states[loop]) for loop in sorted(trace.states)}
-    seen: dict[str, Tensor] = {}
+    seen: Metrics = {}
     for loop, state in states.items():
-        norm = state.norm(dim=-1)
-        seen[f"state_norm_loop{loop}"] = norm.mean()
+        norm = state[real].norm(dim=-1)
+        seen[f"state_norm_loop{loop}"] = norm.sum()
         if loop - 1 in states:
-            seen[f"step_ratio_loop{loop}"] = ((state - states[loop - 1]).norm(dim=-1) / norm).mean()
-    last = states[max(states)]
-    if last.shape[1] > 1:
-        seen["token_correlation"] = token_correlation(last)
+            seen[f"step_ratio_loop{loop}"] = ((state - states[loop - 1])[real].norm(dim=-1) / norm).sum()
     if model.config.exit_gate:
         assert trace.gate_logits is not None
-        log_pdf = exit_log_pdf(trace.gate_logits)
+        log_pdf = exit_log_pdf(trace.gate_logits[real])
         pdf = log_pdf.exp()
-        seen |= {f"exit_loop{loop}": p.mean() for loop, p in enumerate(pdf.unbind(-1), start=1)}
-        seen["exit_entropy"] = -(pdf * log_pdf).sum(-1).mean()
-    return {name: value.item() for name, value in seen.items()}
+        seen |= {f"exit_loop{loop}": p.sum() for loop, p in enumerate(pdf.unbind(-1), start=1)}
+        seen["exit_entropy"] = -(pdf * log_pdf).sum()
+    correlations = token_correlation(states[max(states)], real)
+    return [(seen, real.sum()), ({"token_correlation": correlations.sum()}, correlations.new_tensor(len(correlations)))]
 
 
-def token_correlation(states: Tensor) -> Tensor:
-    """The mean cosine of two different tokens' states of one row; `states` is [B, S, D] with S >= 2.
+def token_correlation(states: Tensor, real: Tensor) -> Tensor:
+    """The mean cosine of two different real tokens' states of one row, for each row of [B, S, D] that has two.
 
     Summed over pairs that is ||sum of unit vectors||^2 less their own squares, so no [S, S] matrix is made. Near 1 all
     tokens have become the same (Huginn's first bad run, arXiv 2502.05171, section 4).
     """
-    length = states.shape[1]
-    unit = F.normalize(states, dim=-1)
+    count = real.sum(-1)
+    unit = F.normalize(states, dim=-1).where(real[..., None], 0)
     pairs = unit.sum(1).square().sum(-1) - unit.square().sum((1, 2))
-    return (pairs / (length * (length - 1))).mean()
+    return (pairs / (count * (count - 1)))[count > 1]
 
 
 @torch.no_grad()

@@ -41,6 +41,7 @@ def open_run(recipe: Recipe, resume: Path | None, base: Base | None = None) -> O
         opened = _continued(recipe, recipe.init_from, dtype, base)
     else:
         opened = _new(recipe)
+    _check_vocabulary(opened)
     model = opened.model.to(dtype).train()
     if recipe.lora is not None:
         add_adapter(model, recipe.lora, recipe.seed)
@@ -138,6 +139,15 @@ def _new_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
         elif isinstance(source, TaskSource):
             words += source.task.words()
     return train_tokenizer(documents, recipe.vocab_size, words)
+
+
+def _check_vocabulary(opened: Opened) -> None:
+    greatest, rows = max(opened.tokenizer.get_vocab().values()), opened.model.config.vocab_size
+    if greatest >= rows:
+        raise ValueError(
+            f"the tokenizer's ids reach {greatest}, but the model embeds {rows} tokens only; "
+            f"call model.resize_token_embeddings({greatest + 1}) and save it again, or use its own tokenizer"
+        )
 
 
 def _checkpoint_activations(model: LoopLMForCausalLM, unit: str) -> None:

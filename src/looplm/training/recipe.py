@@ -48,8 +48,12 @@ class Recipe:
     `loops` is the model's depth and that of every step, unless `depth` draws one (`looplm.training.depth`); without it
     a checkpoint's own count stays. `steps` or `epochs` says how long. A step's `data.rows` rows are cut into
     micro-batches of `micro_rows` a process. `micro_rows`, `checkpointing`, `parallel` and the number of processes
-    change memory and speed, not the result. "bfloat16" computes matrix products in it (autocast) and keeps weights,
-    gate, norms, softmax and losses in float32; "float64" is for proofs of equality.
+    change memory and speed, not the result, but for these: a depth drawn `per: micro_batch` and a probe over the
+    `whole_tensor` belong to the micro-batches that come of them, dropout is drawn by each process for its own, and Muon
+    under FSDP2 orthogonalises in bfloat16 what lies on several processes (PyTorch's own; weights within 4e-4).
+
+    "bfloat16" computes matrix products in it (autocast) and keeps weights, gate, norms, softmax and losses in float32;
+    "float64" is for proofs of equality.
     """
 
     out: str
@@ -76,7 +80,7 @@ class Recipe:
     ema: EmaSettings | None = None
     nonfinite: NonFinite = field(default_factory=NonFinite)
     monitors: Monitors = field(default_factory=Monitors)
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     log_every: PositiveInt = 10
     evaluate_every: PositiveInt = 250
     save_every: PositiveInt = 250
@@ -114,6 +118,15 @@ class Recipe:
         for name in ("duplicate", "lora"):
             if getattr(self, name) is not None:
                 raise ValueError(f"{name} changes a trained model; give init_from")
+
+    @property
+    def free_fields(self) -> tuple[str, ...]:
+        """The keys that a resumed run may change: where it lies, and what decides memory, speed and what is told of it."""
+        by_depth = self.depth is not None and self.depth.per == "micro_batch"
+        by_probe = self.stability is not None and getattr(self.stability.form, "whole_tensor", False)
+        told = ("monitors", "nonfinite", "log_every", "evaluate_every", "save_every", "keep_checkpoints")
+        rows = () if by_depth or by_probe else ("micro_rows",)
+        return ("out", "checkpointing", "parallel", "data.workers", *told, *rows)
 
     def depth_schedule(self, model_loops: int) -> DepthSchedule:
         """Where each step's loops come from, for a model of so many."""

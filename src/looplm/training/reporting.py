@@ -11,7 +11,7 @@ from looplm.training.checkpoints import Live
 from looplm.training.depth import Depth, DepthSchedule
 from looplm.training.distribution import World
 from looplm.training.evaluate import held_out_losses
-from looplm.training.loader import StepBatch
+from looplm.training.loader import StepBatch, first_rows
 from looplm.training.logs import Log
 from looplm.training.module import MetricSums, row_depths
 from looplm.training.monitors import NonFiniteGuard, diagnose, gradient_norms, measure_peak_flops, training_flops
@@ -19,7 +19,7 @@ from looplm.training.recipe import Recipe
 from looplm.training.sharded import reshard
 
 Batch = Mapping[str, Tensor]
-_OBSERVED_ROWS = 2  # of a step's rows, at log steps
+_OBSERVED_ROWS = 2  # the first of a step, at log steps
 
 
 class Reporter:
@@ -57,7 +57,7 @@ class Reporter:
         seen = {f"rows/{name}": count for name, count in batch.counts.items()}
         if self.guard.skipped:
             seen["skipped_steps"] = self.guard.skipped
-        return self._observed(batch.micro_batches[0], depths) | metrics.means(self.world.sum) | speed | seen
+        return self._observed(batch, depths) | self._means(metrics, depths) | speed | seen
 
     def evaluation(self) -> dict[str, float]:
         """`{source}/loss_loop{t}` for every source and t = 1 to twice the model's loops."""
@@ -65,11 +65,11 @@ class Reporter:
         reshard(self.live.module)
         return found
 
-    def tell(self, log: Log, step: int, values: dict[str, float]) -> None:
-        """Write `values` after `step` steps, and an alarm for every pathology that they show."""
-        log.write(step, values)
-        for alarm in diagnose(values, self.recipe.monitors):
-            log.alarm(step, alarm.name, alarm.message)
+    def tell(self, log: Log, step: int, values: dict[str, float], of: str = "step") -> None:
+        """Write `values`, if any, after `step` steps, and which pathologies come or go with these numbers of `of`."""
+        if values:
+            log.write(step, values)
+            log.alarms(step, of, {alarm.name: alarm.message for alarm in diagnose(values, self.recipe.monitors)})
 
     def _depths(self, batch: StepBatch, step: int) -> Counter[Depth]:
         """How many of a step's rows run at each depth."""
@@ -81,11 +81,21 @@ class Reporter:
     def _reads(self, depth: Depth) -> int:
         return len(self.recipe.objective.needs(depth.loops))
 
-    def _observed(self, batch: Batch, depths: Mapping[Depth, float]) -> dict[str, float]:
-        rows = {
-            name: value if value.ndim == 0 else value[:_OBSERVED_ROWS].to(self.world.device)
-            for name, value in batch.items()
-        }
-        found = self.live.module.observed(rows, max(depth.loops for depth in depths))
+    def _means(self, metrics: MetricSums, depths: Mapping[Depth, float]) -> dict[str, float]:
+        """The objective's numbers; rows that stop at different loops have no exit distribution in common."""
+        found = metrics.means(self.world.sum)
+        if len({depth.loops for depth in depths}) == 1:
+            return found
+        return {name: value for name, value in found.items() if not name.startswith("exit_loop")}
+
+    def _observed(self, batch: StepBatch, depths: Mapping[Depth, float]) -> dict[str, float]:
+        """The trajectory of the step's first rows, wherever they lie, at the step's greatest depth.
+
+        A process without any of them runs a row of padding: under shards all run the same loops.
+        """
+        rows = {name: value.to(self.world.device) for name, value in first_rows(batch, _OBSERVED_ROWS).items()}
+        sums = MetricSums()
+        for part, mass in self.live.module.observed(rows, max(depth.loops for depth in depths)):
+            sums.add(part, mass)
         reshard(self.live.module)
-        return found
+        return sums.means(self.world.sum)

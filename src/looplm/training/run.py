@@ -9,7 +9,15 @@ from rich.console import Console
 
 from looplm.data.chat import ChatRows
 from looplm.training.averaging import Ema
-from looplm.training.checkpoints import Live, Progress, complete_checkpoints, read_progress, restore, save_checkpoint
+from looplm.training.checkpoints import (
+    Live,
+    Progress,
+    complete_checkpoints,
+    read_progress,
+    restore,
+    save_checkpoint,
+    seed_process,
+)
 from looplm.training.distribution import World, distribute, open_world
 from looplm.training.loader import StepLoader
 from looplm.training.logs import RunLog, SilentLog, StepProgress
@@ -77,6 +85,7 @@ def _train(recipe: Recipe, folder: Path, world: World, console: Console, title: 
         raise ValueError(f"{folder} holds {start.step} steps already, more than steps={steps}; give another out=")
     world.wait()  # nobody writes before everybody has looked
     session = _session(recipe, opened, data, steps, world)
+    seed_process(recipe.seed, start.step, world)
     if done:
         restore(done[-1], session.live, world)
     session.guard.load_state_dict(start.guard)

@@ -21,12 +21,6 @@ except ImportError:  # not POSIX
 
 _LOCK, _RECIPE = "lock", "recipe.json"
 
-# The same folder by another path is the same run; the others decide memory, speed, and what is told or kept of it.
-_NOT_THE_RUN = (
-    "out", "micro_rows", "checkpointing", "parallel", "data.workers", "monitors", "nonfinite",
-    "log_every", "evaluate_every", "save_every", "keep_checkpoints",
-)  # fmt: skip
-
 
 @contextmanager
 def alone_in(folder: Path, world: World) -> Generator[None]:
@@ -63,7 +57,7 @@ def refuse_another(folder: Path, recipe: Recipe) -> None:
     if not held.exists() or not complete_checkpoints(folder / "checkpoints"):
         return
     lasting = isinstance(recipe.schedule, Constant)  # no step's rate depends on how many there will be
-    apart = (*_NOT_THE_RUN, "steps") if lasting else _NOT_THE_RUN
+    apart = (*recipe.free_fields, "steps") if lasting else recipe.free_fields
     before, now = _without(_read(held), apart), _without(resolved(recipe), apart)
     if before != now:
         changed = _first_difference(before, now)
