@@ -94,7 +94,7 @@ def check_pages(engine: Engine) -> None:
     ids=lambda value: value.__name__ if callable(value) else str(value),
 )
 def test_random_traffic_changes_nothing(family, kv, speculate, kv_bytes: int, steps: int) -> None:
-    """Admission, mixed depths, refills, cancellation, preemption, prefix reuse: bit for bit what each request gets alone."""
+    """Admission, refills, cancellation, preemption, prefix reuse: bit for bit what each request gets alone."""
     model = family(dtype=torch.float32, core_layers=1)
     depths = DEPTHS + (GATED if model.config.exit_gate else [])
     if speculate is not None and model.config.coda_layers:

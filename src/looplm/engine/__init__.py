@@ -14,7 +14,8 @@ from looplm.engine.criteria import (
     StateConverged,
     StepBelow,
 )
-from looplm.engine.engine import Engine, Stats
+from looplm.engine.engine import Engine
+from looplm.engine.flight import Stats
 from looplm.engine.intake import Options
 from looplm.engine.kv_policies import AdjacentKV, AveragedKV, FirstKV, FullKV, KVPolicy, RingKV
 from looplm.engine.policies import AnyOf, DepthPolicy, ExitCDF, FixedLoops, GateAbove, LookAhead

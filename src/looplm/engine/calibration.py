@@ -1,4 +1,4 @@
-"""Finding the threshold that gives a target mean depth, or a target loss, on given text; and keeping it with a model."""
+"""Finding the threshold that gives a mean depth or a loss on given text, and keeping it with a model."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -65,7 +65,7 @@ def calibrate(
     model: LoopLMForCausalLM, rows: Tensor, family: str, *, target_loops: float | None = None,
     target_loss: float | None = None, min_loops: int | None = None, max_loops: int | None = None, batch: int = 4,
 ) -> Calibration:  # fmt: skip
-    """The threshold of `family` at which tokens of `rows` [B, S] do `target_loops` loops on average, or cost `target_loss`.
+    """The threshold of `family` at which tokens of `rows` [B, S] do so many loops, or cost so much, on average.
 
     Every position but a row's last counts. States are those of all loops run, as in prefill; text that is generated
     with early exits differs from that in the keys that its tokens see. Of a target loss the earliest threshold that
@@ -91,7 +91,7 @@ def calibrate(
 
     def reached(threshold: float) -> bool:
         mean_loops, loss = outcome(threshold)
-        return mean_loops >= target_loops if target_loops is not None else loss <= target_loss  # ty: ignore[unsupported-operator]
+        return mean_loops >= target_loops if target_loops is not None else loss <= (target_loss or 0.0)
 
     threshold = _search(FAMILIES[family], reached)
     mean_loops, loss = outcome(threshold)

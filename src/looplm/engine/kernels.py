@@ -1,6 +1,7 @@
-"""A model's projections laid out for decoding: fused where several read one input, in the storage of the model itself."""
+"""A model's projections laid out for decoding: fused where several read one input, in the model's own storage."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +77,7 @@ def for_decoding(model: LoopLMForCausalLM) -> LoopLMForCausalLM:
         twin = LoopLMForCausalLM(model.config)
     for stack, ours in zip(_stacks(twin), _stacks(model), strict=True):
         for block, source in zip(stack, ours, strict=True):
-            block.attention = FusedAttention(source.attention)
+            block.attention = FusedAttention(cast(Attention, source.attention))
             if isinstance(source.mlp, SwiGLU):
                 block.mlp = FusedSwiGLU(source.mlp)
     fused_parts = (FusedAttention, FusedSwiGLU)

@@ -19,6 +19,8 @@ class KVPolicy(Protocol):
     @property
     def keeps(self) -> Literal["newest", "first", "mean"]: ...  # noqa: D102
 
+    def __hash__(self) -> int: ...  # a value, such as a frozen dataclass
+
     def slots(self, loops: int) -> int:
         """Slots of a core layer for a request of so many loops."""
         ...

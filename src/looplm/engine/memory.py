@@ -1,7 +1,5 @@
 """Which row has which pages: tables, growth, folding after a prefill, and giving back."""
 
-from collections.abc import Hashable
-
 import numpy as np
 from torch import Tensor
 
@@ -114,7 +112,7 @@ class Memory:
         row.blocks, row.prefilled = [], 0
         self._blank(row)
 
-    def root(self, row: Row) -> Hashable:
+    def root(self, row: Row) -> tuple[int, KVPolicy, int]:
         """What the pages of a prompt depend on besides its tokens."""
         return row.request.loops, self.policy, row.request.state_seed
 

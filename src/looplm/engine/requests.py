@@ -9,6 +9,7 @@ from torch import Tensor
 from looplm.engine.pages import Block
 from looplm.engine.policies import DepthPolicy
 from looplm.engine.sampling import Asked, SamplingParams
+from looplm.engine.speculation import RowAcceptance
 from looplm.engine.store import PAGE
 from looplm.engine.text import TextBuilder
 
@@ -97,9 +98,11 @@ class Choice:
 class Lane:
     """One token on its way through the loop; lanes of one row follow one another in position.
 
-    entered: embedded, and in the loop · loop: how many it has done · last: how many it may do · forced: how many it must do, 0 if the policy decides
-    left: it has left the loop · choice: the next token by its newest reading · settled: that reading was of its exit
-    behind: it left early, and later tokens may still ask for its deeper loops · dropped: it followed a token that was not to be.
+    loop: loops that it has done · last: that it may do · forced: that it must do, 0 if the policy decides
+    entered: it is embedded, and in the loop · left: it is out again · dropped: it is done, or was not to be
+    choice: the next token by its newest reading · settled: that reading was of its exit
+    behind: it left early, and later tokens may still ask for its deeper loops
+    proposals: the next token by each loop at which it was read.
     """
 
     row: "Row"
@@ -114,6 +117,7 @@ class Lane:
     entered: bool = False
     behind: bool = False
     dropped: bool = False
+    proposals: dict[int, int] = field(default_factory=dict)
     choice: Choice | None = None
 
 
@@ -122,8 +126,8 @@ class Row:
     """A request in the engine: tokens so far, pages, and lanes.
 
     number: its place in the page tables, -1 while it waits · blocks: pages in order of position
-    made, loops, ...: what is known of the completion, of which `done` tokens are behind the head lane; after a preemption
-        the rest is made anew, as it was.
+    made, loops, ...: what is known of the completion; `done` tokens of it lie before the head lane, and after a
+        preemption the rest is made anew, as it was.
     """
 
     request: Request
@@ -139,6 +143,7 @@ class Row:
     lanes: deque[Lane] = field(default_factory=deque)
     behind: list[Lane] = field(default_factory=list)
     last_state: Tensor | None = None
+    acceptance: RowAcceptance | None = None
 
     @property
     def prompt_blocks(self) -> int:

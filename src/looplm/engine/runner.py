@@ -23,7 +23,7 @@ ROWS = 16  # rows of a call in deterministic mode: a CPU's matrix products sum i
 
 @dataclass(frozen=True, kw_only=True)
 class LaneBatch:
-    """Lanes of one call: their numbers, tokens and positions [N], the loop that each is to do, and its rows' pages [N, P].
+    """Lanes of one call: their numbers, tokens and positions [N], the loop that each is to do, and its pages [N, P].
 
     `core` holds the pages of the slot of that very loop, `boundary` those of prelude and coda (no columns if neither).
     """

@@ -98,7 +98,7 @@ class Scheduler:
 
 
 def full_blocks(row: Row) -> list[tuple[int, ...]]:
-    """The prompt's blocks that other prompts may share: full ones, but never the last token, whose states count."""
+    """The prompt's blocks that others may share: full ones, but never the last token, whose states count."""
     prompt = row.request.prompt
     return [prompt[start : start + PAGE] for start in range(0, (len(prompt) - 1) // PAGE * PAGE, PAGE)]
 
@@ -115,7 +115,7 @@ def readable(row: Row, in_order: bool) -> list[Lane]:
 
 
 def catching_up(lanes: Sequence[Lane]) -> list[Lane]:
-    """Earlier tokens of the lanes' rows that left after just the loops that the lanes have done: they go on with them."""
+    """Earlier tokens of the lanes' rows that left at the very loop where the lanes stand: they go on with them."""
     return [behind for lane in lanes for behind in lane.row.behind if behind.loop == lane.loop]
 
 

@@ -29,7 +29,7 @@ class Pool:
             self.values[:, list(pages)] = 0
 
     def copy(self, source: Tensor, target: Tensor, offsets: Tensor) -> None:
-        """The token at each `offsets` of pages `source`, in all layers, to the same place of pages `target`; all [X]."""
+        """The tokens at `offsets` of pages `source`, in all layers, to the same places of pages `target`; all [X]."""
         self.keys[:, target, offsets] = self.keys[:, source, offsets]
         self.values[:, target, offsets] = self.values[:, source, offsets]
 
@@ -43,7 +43,7 @@ class Pool:
 class Places:
     """Where a call's tokens lie in one pool.
 
-    tables: [N, P], or [1, P] where all blocks are of one row: the pages of each block's row, in order.
+    tables: [N, P], or [1, P] where all blocks are of one row: the pages of that row, in order.
     write: [N * S], page * PAGE + offset of each token.
     """
 
@@ -88,7 +88,8 @@ class PagedStore:
         keeps = "newest" if self.sharing is None else self.sharing.keeps
         if keeps == "newest":
             return _exchange(self.core, layer, self.core_places, key, value)
-        assert self.loop is not None and self.own is not None
+        assert self.loop is not None
+        assert self.own is not None
         found = []
         for plane, new in ((self.core.keys[layer], key), (self.core.values[layer], value)):
             flat, now, places = plane.flatten(0, 1), new[:, :, 0], self.core_places.write
@@ -102,7 +103,7 @@ class PagedStore:
 
 
 def fold(pool: Pool, policy: KVPolicy, pages: Sequence[Sequence[int]]) -> list[int]:
-    """Of the pages [loops][X] that a prefill filled, the loop [slots] whose pages each slot keeps; a mean is written there."""
+    """Of the pages [loops][X] of a prefill, the loop [slots] whose pages each slot keeps; a mean is written there."""
     loops = len(pages)
     kept = [kept_loop(policy, slot, loops) for slot in range(policy.slots(loops))]
     if policy.keeps == "mean":

@@ -121,7 +121,7 @@ class Recipe:
 
     @property
     def free_fields(self) -> tuple[str, ...]:
-        """The keys that a resumed run may change: where it lies, and what decides memory, speed and what is told of it."""
+        """The keys that a resumed run may change: they decide memory, speed, and what is told or kept of it."""
         by_depth = self.depth is not None and self.depth.per == "micro_batch"
         by_probe = self.stability is not None and getattr(self.stability.form, "whole_tensor", False)
         told = ("monitors", "nonfinite", "log_every", "evaluate_every", "save_every", "keep_checkpoints")
