@@ -125,3 +125,69 @@ def bench_train(
     )
     for name, value in ratio.items():
         console.print(f"{name.replace('_', ' ')}: {value:.2f} x", highlight=False)
+
+
+@bench.command("engine")
+@one_line_errors
+def bench_engine(
+    width: Annotated[int, typer.Option(min=64, help="Width D, of heads of 64.")] = 512,
+    layers: Annotated[int, typer.Option(min=1, help="Shared layers.")] = 6,
+    loops: Annotated[int, typer.Option(min=1, help="Loops T.")] = 4,
+    vocab: Annotated[int, typer.Option(min=2, help="Vocabulary V.")] = 2048,
+    rows: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 16,
+    requests: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 32,
+    prompt: Annotated[int, typer.Option(min=2, help="Tokens of a prompt, about.")] = 16,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of a completion.")] = 48,
+    against: Annotated[str | None, typer.Option(help="file.py:factory, factory(folder)(prompts, n) -> tokens.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """The engine at replayed depths, at fixed depth, transformers' generate, and any other callable."""
+    from looplm.studies.bench_engine import EngineProblem, flop_bound, measure_engine
+
+    problem = EngineProblem(
+        width=width, layers=layers, loops=loops, vocab=vocab, rows=rows, requests=requests, prompt=prompt, tokens=tokens
+    )
+    found = [asdict(row) for row in measure_engine(problem, repeats, against)]
+    by_way = {row["way"]: row["seconds"] for row in found}
+    bound = flop_bound(problem)
+    ratio = {f"{name} / fixed depth": seconds / by_way["fixed depth"] for name, seconds in by_way.items()}
+    gain = by_way["fixed depth"] / by_way["replayed depths"]
+    if as_json:
+        typer.echo(json.dumps({"problem": asdict(problem), "rows": found, "ratio": ratio, "bound": bound}))
+        return
+    console = Console()
+    print_rows(console, [{name: _short(value) for name, value in row.items()} for row in found])
+    console.print(
+        f"replayed depths: {gain:.2f} x the speed of fixed depth, {gain / bound:.0%} of the FLOP bound {bound:.2f} x",
+        highlight=False,
+    )
+
+
+@bench.command("speculate")
+@one_line_errors
+def bench_speculate(
+    checkpoint: Annotated[str, typer.Argument(help="A trained checkpoint or run folder.")],
+    text: Annotated[str | None, typer.Argument(help="Text whose beginnings are the prompts; Python's manual.")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 4,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of each completion.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    deterministic: Annotated[bool, typer.Option(help="Calls of exactly 16 rows.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Self-speculation against plain decoding of one request, and the ceiling of each way."""
+    from looplm.cli.speculation import measure_speculation
+
+    found = [
+        asdict(row)
+        for row in measure_speculation(checkpoint, text, prompts, tokens, temperature, deterministic, repeats)
+    ]
+    if as_json:
+        typer.echo(json.dumps({"checkpoint": checkpoint, "tokens": prompts * tokens, "rows": found}))
+        return
+    print_rows(Console(), [{name: _short(value) for name, value in row.items()} for row in found])
+
+
+def _short(value: object) -> object:
+    return f"{value:.3g}" if isinstance(value, float) else value

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TypeVar
 
 import numpy as np
@@ -208,7 +209,8 @@ class Flight:
         if self.speculate is None:
             return []
         entry = self.speculate.entry or self._entry(row)
-        lanes = list(row.lanes)[: self.width - 1]
+        ending = sum(1 for _ in takewhile(lambda lane: lane.left, row.lanes))  # these make room in this very tick
+        lanes = list(row.lanes)[: self.width - 1 + ending]
         ready = [lane for lane in lanes if lane.entered and not lane.left and lane.loop >= entry]
         return [lane for lane in ready if self.speculate.reread or lane.choice is None]
 
@@ -226,13 +228,25 @@ class Flight:
             wanted = lane.row.request.params.logprobs
             lane.settled = lane.left
             if not lane.left:
-                lane.proposals[lane.loop] = chosen.tokens[place]
+                self._propose(lane, chosen.tokens[place], chosen.logprobs[place])
             lane.choice = Choice(
                 token=chosen.tokens[place],
                 logprob=chosen.logprobs[place],
                 lead=chosen.leads[place],
                 alternatives=best_alternatives(logits[place], wanted) if wanted and lane.left else [],
             )
+
+    def _propose(self, lane: Lane, token: int, logprob: float) -> None:
+        """Note a proposal, and report it where that is asked for and it is news."""
+        before = lane.proposals.get(max(lane.proposals, default=0))
+        lane.proposals[lane.loop] = token
+        if self.speculate is not None and self.speculate.anytime and token != before:
+            self.events.append(
+                TokenEvent(
+                    number=lane.row.request.number, index=lane.row.index(lane.position), token=token,
+                    loops=lane.loop, logprob=logprob, provisional=True,
+                )
+            )  # fmt: skip
 
     def _read(self, lanes: Sequence[Lane]) -> tuple[Tensor, Tensor]:
         return self.runner.read(lane_batch(lanes, self.memory))

@@ -23,12 +23,14 @@ class Speculation:
 
     entry: the loop of its predecessor at which a token is proposed; None lets every row choose it, from how often its
         loops were right and what a tick has cost · width: tokens of a row in the loop at most; T / entry by default
-    reread: whether a deeper loop that proposes another token replaces it at once.
+    reread: whether a deeper loop that proposes another token replaces it at once
+    anytime: whether proposals are reported as they come, as events that say `provisional`.
     """
 
     entry: int | None = None
     width: int | None = None
     reread: bool = True
+    anytime: bool = False
 
     def __post_init__(self) -> None:
         if (self.entry is not None and self.entry < 1) or (self.width is not None and self.width < 2):

@@ -1,0 +1,24 @@
+"""`looplm bench speculate`: a checkpoint's own continuations of real text."""
+
+from looplm.cli.paths import open_checkpoint
+from looplm.data.text import read_documents
+from looplm.data.tokenizer import encode, load_tokenizer
+from looplm.engine import SamplingParams
+from looplm.models import load
+from looplm.studies.bench_speculate import SpeculationRow, bench_speculate
+
+_PROMPT = 24  # tokens of a prompt
+
+
+def measure_speculation(
+    checkpoint: str, text: str | None, prompts: int, tokens: int, temperature: float, deterministic: bool, repeats: int
+) -> list[SpeculationRow]:  # fmt: skip
+    """Every way to speculate on the beginnings of the text's documents."""
+    folder = open_checkpoint(checkpoint)
+    model, tokenizer = load(folder), load_tokenizer(folder)
+    documents = encode(tokenizer, read_documents(text), plain=True)
+    chosen = [document[:_PROMPT] for document in documents if len(document) >= _PROMPT][:prompts]
+    if len(chosen) < prompts:
+        raise ValueError(f"the text has {len(chosen)} documents of {_PROMPT} tokens; ask for as many prompts or fewer")
+    params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=0, ignore_eos=True)
+    return bench_speculate(model, chosen, params, repeats, deterministic)

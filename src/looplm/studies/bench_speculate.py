@@ -1,0 +1,125 @@
+"""Benchmark: self-speculation against plain decoding, on one request, with the ceiling that acceptance and cost set."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from looplm.engine import Engine, SamplingParams, Speculation
+from looplm.engine.pages import SCRATCH
+from looplm.engine.runner import LaneBatch
+from looplm.engine.store import PAGE
+from looplm.models import LoopLMForCausalLM
+
+_ROUNDS = 15
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationRow:
+    """One way to speculate.
+
+    acceptance: share of first proposals that were right · ticks: core steps a token · speedup: over plain decoding, by
+        the medians of seconds · ceiling: what acceptance and the bare costs of step and readout allow; `of_ceiling` is
+        the share attained · differing: tokens that are not plain decoding's.
+    """
+
+    way: str
+    seconds: float
+    ticks: float
+    acceptance: float
+    speedup: float
+    ceiling: float
+    of_ceiling: float
+    differing: int
+
+
+def bench_speculate(
+    model: LoopLMForCausalLM, prompts: Sequence[list[int]], params: SamplingParams, repeats: int, deterministic: bool
+) -> list[SpeculationRow]:  # fmt: skip
+    """Each entry loop with and without rereading, and the adaptive choice; prompts one after the other."""
+    loops = model.config.loops
+    ways: dict[str, Speculation | None] = {"plain": None, "adaptive": Speculation()}
+    for entry in range(1, loops):
+        ways[f"entry {entry}"] = Speculation(entry=entry)
+        ways[f"entry {entry}, read once"] = Speculation(entry=entry, reread=False)
+    engines = {
+        name: Engine(
+            model, max_rows=1, max_length=max(map(len, prompts)) + params.max_tokens, speculate=speculate,
+            deterministic=deterministic,
+        )
+        for name, speculate in ways.items()
+    }  # fmt: skip
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    made: dict[str, list[list[int]]] = {}
+    for repeat in range(repeats + 1):
+        for name, engine in engines.items():
+            began = time.perf_counter()
+            made[name] = [engine.generate([prompt], params)[0].token_ids for prompt in prompts]
+            if repeat:
+                seconds[name].append(time.perf_counter() - began)
+    costs = {name: _costs(engine) for name, engine in engines.items()}
+    plain = statistics.median(seconds["plain"])
+    return [
+        _row(name, speculate, engines[name], statistics.median(seconds[name]), plain, costs[name], costs["plain"],
+             _differing(made[name], made["plain"]))
+        for name, speculate in ways.items()
+    ]  # fmt: skip
+
+
+Cost = Callable[[int], float]
+
+
+def _row(
+    name: str, speculate: Speculation | None, engine: Engine, seconds: float, plain: float, cost: tuple[Cost, Cost],
+    plain_cost: tuple[Cost, Cost], differing: int,
+) -> SpeculationRow:  # fmt: skip
+    stats, loops = engine.stats, engine.memory.loops
+    right = stats.agreed / stats.proposed if stats.proposed else 0.0
+    entry = loops if speculate is None else speculate.entry or 1
+    step, read = plain_cost
+    without = loops * step(1) + read(1)
+    width = -(-loops // entry)
+    readings = width if speculate is None or speculate.reread else 1
+    a_tick = cost[0](width) + cost[1](readings)
+    ceiling = 1.0 if speculate is None else without / ((entry * right + loops * (1 - right)) * a_tick)
+    return SpeculationRow(
+        way=name, seconds=seconds, ticks=stats.ticks / max(stats.tokens, 1), acceptance=right,
+        speedup=plain / seconds, ceiling=ceiling, of_ceiling=plain / seconds / ceiling, differing=differing,
+    )  # fmt: skip
+
+
+def _costs(engine: Engine) -> tuple[Cost, Cost]:
+    """Seconds of a bare core step and of a bare readout of so many lanes of one row, no engine around them."""
+
+    def cost(work: Callable[[LaneBatch], object], lanes: int) -> float:
+        batch = _diagonal(engine, lanes)
+        times = []
+        for _ in range(_ROUNDS):
+            began = time.perf_counter()
+            work(batch)
+            times.append(time.perf_counter() - began)
+        return statistics.median(times)
+
+    return (lambda lanes: cost(engine.runner.step, lanes)), (lambda lanes: cost(engine.runner.read, lanes))
+
+
+def _diagonal(engine: Engine, lanes: int) -> LaneBatch:
+    """Lanes of an idle engine that follow one another in a text of half the greatest length, each a loop behind."""
+    memory = engine.memory
+    position = memory.max_blocks * PAGE // 2
+    blocks = position // PAGE + 1
+    pages = np.arange(lanes * blocks).reshape(lanes, blocks)
+    boundary = np.arange(blocks)[None].repeat(lanes, 0) if memory.has_boundary else np.zeros((lanes, 0))
+    return LaneBatch(
+        lanes=np.arange(lanes), tokens=np.zeros(lanes, dtype=np.int64),
+        positions=np.full(lanes, position), loops=memory.loops - np.arange(lanes),
+        core=SCRATCH + 1 + pages % memory.core_pages.num_pages,
+        boundary=SCRATCH + 1 + boundary.astype(np.int64) % max(memory.boundary_pages.num_pages, 1),
+    )  # fmt: skip
+
+
+def _differing(made: Sequence[list[int]], wanted: Sequence[list[int]]) -> int:
+    pairs = zip(made, wanted, strict=True)
+    return sum(one != other for ours, theirs in pairs for one, other in zip(ours, theirs, strict=True))
