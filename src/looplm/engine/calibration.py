@@ -1,6 +1,7 @@
 """Finding the threshold that gives a mean depth or a loss on given text, and keeping it with a model."""
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,8 @@ from looplm.engine.policies import DepthPolicy, ExitCDF, GateAbove, Seen, first_
 from looplm.models import LoopLMForCausalLM, Trace
 
 FILE = "depth.json"
-_STEPS = 24  # halvings of the threshold's range
+_STEPS = 30  # halvings of the threshold's range
+_LOGITS = 36.0  # gates saturate: thresholds as near to 0 and to 1 as float64 tells apart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +28,20 @@ class Family:
     earliest: float
     latest: float
 
+    def between(self, part: float) -> float:
+        """The threshold at a part from 0, the earliest, to 1, the latest: even in logits, or in decades."""
+        if part == 1:
+            return self.latest
+        if {self.earliest, self.latest} == {0.0, 1.0}:
+            return 1 / (1 + math.exp(_LOGITS * (1 - 2 * part)))
+        if self.latest == 0:
+            return self.earliest * (1 - part)
+        return self.earliest * (self.latest / self.earliest) ** part
+
 
 FAMILIES = {
     "exit_cdf": Family(make=ExitCDF, threshold="q", earliest=0.0, latest=1.0),
-    "gate_above": Family(make=GateAbove, threshold="threshold", earliest=1e-6, latest=1 - 1e-6),
+    "gate_above": Family(make=GateAbove, threshold="threshold", earliest=1e-12, latest=1 - 1e-12),
     "state_converged": Family(make=StateConverged, threshold="eps", earliest=10.0, latest=1e-6),
     "step_below": Family(make=StepBelow, threshold="eps", earliest=1e6, latest=1e-6),
     "cosine_converged": Family(make=CosineConverged, threshold="eps", earliest=2.0, latest=1e-9),
@@ -165,18 +177,17 @@ def _flat(states: Tensor) -> Tensor:
 
 
 def _search(family: Family, reached: Callable[[float], bool]) -> float:
-    """The threshold nearest to the earliest that is deep enough, by halving; on a log scale where it spans decades."""
-    early, late = family.earliest, family.latest
-    if reached(early):
-        return early
-    geometric = min(early, late) > 0 and max(early, late) / min(early, late) > 1e3
+    """The threshold nearest to the earliest that is deep enough, by halving."""
+    if reached(family.earliest):
+        return family.earliest
+    early, late = 0.0, 1.0
     for _ in range(_STEPS):
-        middle = (early * late) ** 0.5 if geometric else (early + late) / 2
-        if reached(middle):
+        middle = (early + late) / 2
+        if reached(family.between(middle)):
             late = middle
         else:
             early = middle
-    return late
+    return family.between(late)
 
 
 def _check_reached(

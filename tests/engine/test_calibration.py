@@ -1,0 +1,110 @@
+"""Calibration: the threshold found gives the depth or loss asked for, as reading every loop afterwards shows."""
+
+import json
+
+import pytest
+import torch
+from engine_models import huginn_like, ouro_like
+from torch.nn import functional as F
+
+from looplm.engine import ExitCDF, calibrate, load_calibration, save_calibration
+from looplm.engine.calibration import FAMILIES
+
+
+def gated(dtype: torch.dtype = torch.float32):
+    model = ouro_like(seed=3, dtype=dtype)
+    with torch.no_grad():
+        model.model.exit_gate.weight.mul_(4)
+    return model
+
+
+ROWS = torch.randint(61, (10, 40), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def read_afterwards(model, q: float) -> tuple[float, float]:
+    out = model(ROWS, keep_loops="all", use_cache=False)
+    exits = model.exit_loops(out, q)[:, :-1].flatten()
+    logits = model.logits_at_exit(out, q)[:, :-1].flatten(0, 1)
+    return exits.double().mean().item(), F.cross_entropy(logits, ROWS[:, 1:].flatten()).item()
+
+
+@pytest.mark.parametrize("target", [1.0, 1.7, 2.5, 3.2, 4.0])
+def test_mean_loops_are_those_of_the_exit_rule_at_the_threshold(target):
+    model = gated()
+    found = calibrate(model, ROWS, "exit_cdf", target_loops=target)
+    mean, loss = read_afterwards(model, found.threshold)
+    assert found.mean_loops == pytest.approx(mean, abs=1e-9)
+    assert found.loss == pytest.approx(loss, abs=1e-5)
+    assert target <= found.mean_loops <= target + 0.02  # 390 tokens: a step of the mean is 1 / 390
+    assert found.policy() == ExitCDF(found.threshold)
+    assert found.tokens == 390
+    losses = [
+        F.cross_entropy(model(ROWS, loops=loop).logits[:, :-1].flatten(0, 1), ROWS[:, 1:].flatten()).item()
+        for loop in range(1, 5)
+    ]
+    assert found.loss_by_loop == pytest.approx(losses, abs=1e-5)
+
+
+def test_a_floor_and_a_ceiling_hold():
+    model = gated()
+    found = calibrate(model, ROWS, "exit_cdf", target_loops=2.2, min_loops=2, max_loops=3)
+    assert (found.min_loops, found.max_loops) == (2, 3)
+    assert 2.2 <= found.mean_loops <= 2.25
+    with pytest.raises(ValueError, match="tokens do from 2.00 to"):
+        calibrate(model, ROWS, "exit_cdf", target_loops=1.5, min_loops=2)
+    with pytest.raises(ValueError, match="target_loops=3.5 is not to be had"):
+        calibrate(model, ROWS, "exit_cdf", target_loops=3.5, max_loops=3)
+
+
+def test_a_target_loss_is_reached_no_later_than_needed():
+    model = gated()
+    between = sum(read_afterwards(model, q)[1] for q in (0.0, 1.0)) / 2
+    found = calibrate(model, ROWS, "exit_cdf", target_loss=between)
+    assert found.loss <= between
+    earlier = max(0.0, found.threshold - 1e-3)
+    assert read_afterwards(model, earlier)[1] >= found.loss - 0.02
+    with pytest.raises(ValueError, match=r"target_loss=0\.001 is not to be had"):
+        calibrate(model, ROWS, "exit_cdf", target_loss=0.001)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_reaches_a_mean_depth(family):
+    model = gated()
+    found = calibrate(model, ROWS[:4], family, target_loops=3.0)
+    assert 3.0 <= found.mean_loops <= 3.15
+    assert type(found.policy()) is FAMILIES[family].make
+
+
+def test_models_with_a_coda_are_calibrated_by_their_states():
+    found = calibrate(huginn_like(dtype=torch.float32), ROWS[:4], "state_converged", target_loops=2.5)
+    assert 2.5 <= found.mean_loops <= 2.6
+
+
+def test_it_is_kept_with_the_model_and_found_again(tmp_path):
+    found = calibrate(gated(), ROWS, "exit_cdf", target_loops=2.0)
+    save_calibration(found, tmp_path)
+    assert load_calibration(tmp_path) == found
+    (tmp_path / "depth.json").write_text(json.dumps({"family": "exit_cdf"}))
+    with pytest.raises(ValueError, match=r"depth\.json is damaged"):
+        load_calibration(tmp_path)
+    with pytest.raises(ValueError, match=r"has no depth\.json"):
+        load_calibration(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        ({"family": "fixed"}, "policy 'fixed' has no threshold"),
+        ({"family": "exit_cdf"}, "exactly one of target_loops and target_loss"),
+        ({"family": "exit_cdf", "target_loops": 2.0, "target_loss": 1.0}, "exactly one"),
+    ],
+)
+def test_refusals(ask, message):
+    with pytest.raises(ValueError, match=message):
+        calibrate(gated(), ROWS, **ask)
+
+
+def test_a_gate_is_needed_for_a_gates_threshold():
+    with pytest.raises(ValueError, match="exit gate"):
+        calibrate(huginn_like(dtype=torch.float32), ROWS[:2], "exit_cdf", target_loops=2.0)
