@@ -51,9 +51,9 @@ def test_a_floor_and_a_ceiling_hold():
     found = calibrate(model, ROWS, "exit_cdf", target_loops=2.2, min_loops=2, max_loops=3)
     assert (found.min_loops, found.max_loops) == (2, 3)
     assert 2.2 <= found.mean_loops <= 2.25
-    with pytest.raises(ValueError, match="tokens do from 2.00 to"):
+    with pytest.raises(ValueError, match=r"tokens do from 2\.00 to"):
         calibrate(model, ROWS, "exit_cdf", target_loops=1.5, min_loops=2)
-    with pytest.raises(ValueError, match="target_loops=3.5 is not to be had"):
+    with pytest.raises(ValueError, match=r"target_loops=3\.5 is not to be had"):
         calibrate(model, ROWS, "exit_cdf", target_loops=3.5, max_loops=3)
 
 

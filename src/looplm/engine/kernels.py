@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from looplm.models import LoopLMForCausalLM
 from looplm.models.block import Attention
+from looplm.models.context import Loop, LoopContext
 from looplm.models.mlp import SwiGLU
 
 
@@ -38,10 +39,17 @@ class FusedAttention(Attention):
         heads, groups = source.config.num_attention_heads, source.config.num_key_value_heads
         self.heads = [heads, groups, groups]
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """One product, split."""
-        query, key, value = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=-2)
-        return query, key, value
+    def forward(self, x: Tensor, layer: int, loop: Loop, context: LoopContext) -> tuple[Tensor, Tensor | None]:
+        """As in `Attention`; queries and keys are rotated together."""
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        query, key, value = heads.split(self.heads, dim=1)
+        if self.config.qk_norm:
+            query, key = self.rotate(self.q_norm(query), context.rotary), self.rotate(self.k_norm(key), context.rotary)
+        else:
+            query, key = self.rotate(heads[:, : sum(self.heads[:2])], context.rotary).split(self.heads[:2], dim=1)
+        key, value = context.store.update(key, value, layer, loop)
+        out, weights = self.attend(query, key, value, context.mask)
+        return self.o_proj(out.flatten(-2)), weights
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None

@@ -16,27 +16,24 @@ PAGE = 16  # tokens; float32 attention on CPU is bit-equal whatever multiple of 
 
 
 class Pool:
-    """Keys and values of so many layers: [layers, pages, PAGE, G, H] each."""
+    """Keys and values of so many layers, side by side: [layers, pages, PAGE, 2 G, H], so that both are read at once."""
 
     def __init__(self, layers: int, pages: int, config: LoopLMConfig, like: Tensor) -> None:
-        shape = (layers, pages, PAGE, config.num_key_value_heads, config.head_dim)
-        self.keys, self.values = (torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(2))
+        shape = (layers, pages, PAGE, 2 * config.num_key_value_heads, config.head_dim)
+        self.planes = torch.zeros(shape, dtype=like.dtype, device=like.device)
 
     def clear(self, pages: Sequence[int]) -> None:
         """Zeros, for a new owner: what is not a number would reach it even behind a mask."""
-        if self.keys.shape[0] and pages:
-            self.keys[:, list(pages)] = 0
-            self.values[:, list(pages)] = 0
+        if len(self.planes) and pages:
+            self.planes[:, list(pages)] = 0
 
     def copy(self, source: Tensor, target: Tensor, offsets: Tensor) -> None:
         """The tokens at `offsets` of pages `source`, in all layers, to the same places of pages `target`; all [X]."""
-        self.keys[:, target, offsets] = self.keys[:, source, offsets]
-        self.values[:, target, offsets] = self.values[:, source, offsets]
+        self.planes[:, target, offsets] = self.planes[:, source, offsets]
 
     def average(self, sources: Tensor, target: Tensor) -> None:
         """The mean of pages `sources` [loops, X] to pages `target` [X]."""
-        self.keys[:, target] = self.keys[:, sources].mean(1)
-        self.values[:, target] = self.values[:, sources].mean(1)
+        self.planes[:, target] = self.planes[:, sources].mean(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +48,7 @@ class Places:
     write: Tensor
 
     def read(self, plane: Tensor) -> Tensor:
-        """All of the rows' tokens, [N or 1, G, P * PAGE, H], of `plane` [pages, PAGE, G, H]."""
+        """All of the rows' tokens, [N or 1, 2 G, P * PAGE, H], of `plane` [pages, PAGE, 2 G, H]."""
         rows, pages = self.tables.shape
         found = plane.index_select(0, self.tables.flatten())
         return found.view(rows, pages * PAGE, *plane.shape[2:]).transpose(1, 2)
@@ -78,28 +75,29 @@ class PagedStore:
 
     def update(self, key: Tensor, value: Tensor, layer: int, loop: int | Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [N, G, S, H] of one layer -> those of their rows [N, G, P * PAGE, H]."""
+        new = torch.cat([key, value], dim=1)
         if self.first <= layer < self.first + self.layers:
-            return self._core(key, value, layer - self.first)
-        assert self.boundary_places is not None
-        number = layer if layer < self.first else layer - self.layers
-        return _exchange(self.boundary, number, self.boundary_places, key, value)
+            seen = self._core(new, layer - self.first)
+        else:
+            assert self.boundary_places is not None
+            number = layer if layer < self.first else layer - self.layers
+            seen = _exchange(self.boundary.planes[number], self.boundary_places, new)
+        keys, values = seen.chunk(2, dim=1)
+        return keys, values
 
-    def _core(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        keeps = "newest" if self.sharing is None else self.sharing.keeps
-        if keeps == "newest":
-            return _exchange(self.core, layer, self.core_places, key, value)
+    def _core(self, new: Tensor, layer: int) -> Tensor:
+        plane, places = self.core.planes[layer], self.core_places
+        if self.sharing is None or self.sharing.keeps == "newest":
+            return _exchange(plane, places, new)
         assert self.loop is not None
         assert self.own is not None
-        found = []
-        for plane, new in ((self.core.keys[layer], key), (self.core.values[layer], value)):
-            flat, now, places = plane.flatten(0, 1), new[:, :, 0], self.core_places.write
-            held, weight = flat[places], self.loop.to(now.dtype).reciprocal()[:, None, None]
-            kept = torch.where(weight == 1, now, held if keeps == "first" else torch.lerp(held, now, weight))
-            flat[places] = kept
-            seen = self.core_places.read(plane)
-            seen[torch.arange(len(now), device=now.device), :, self.own] = now  # a token sees itself as it is
-            found.append(seen)
-        return found[0], found[1]
+        flat, now = plane.flatten(0, 1), new[:, :, 0]
+        held, weight = flat[places.write], self.loop.to(now.dtype).reciprocal()[:, None, None]
+        first = self.sharing.keeps == "first"
+        flat[places.write] = torch.where(weight == 1, now, held if first else torch.lerp(held, now, weight))
+        seen = places.read(plane)
+        seen[torch.arange(len(now), device=now.device), :, self.own] = now  # a token sees itself as it is
+        return seen
 
 
 def fold(pool: Pool, policy: KVPolicy, pages: Sequence[Sequence[int]]) -> list[int]:
@@ -107,16 +105,12 @@ def fold(pool: Pool, policy: KVPolicy, pages: Sequence[Sequence[int]]) -> list[i
     loops = len(pages)
     kept = [kept_loop(policy, slot, loops) for slot in range(policy.slots(loops))]
     if policy.keeps == "mean":
-        every = torch.tensor(pages, device=pool.keys.device)
+        every = torch.tensor(pages, device=pool.planes.device)
         pool.average(every, every[kept[0] - 1])
     return kept
 
 
-def _exchange(pool: Pool, layer: int, places: Places, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    rows = key.shape[0]
-    found = []
-    for plane, new in ((pool.keys[layer], key), (pool.values[layer], value)):
-        plane.flatten(0, 1)[places.write] = new.transpose(1, 2).flatten(0, 1)
-        seen = places.read(plane)
-        found.append(seen if len(seen) == rows else seen.expand(rows, -1, -1, -1))
-    return found[0], found[1]
+def _exchange(plane: Tensor, places: Places, new: Tensor) -> Tensor:
+    plane.flatten(0, 1)[places.write] = new.transpose(1, 2).flatten(0, 1)
+    seen = places.read(plane)
+    return seen if len(seen) == len(new) else seen.expand(len(new), -1, -1, -1)
