@@ -11,6 +11,7 @@ from looplm.models import LoopLMForCausalLM
 from looplm.models.block import Attention
 from looplm.models.context import Loop, LoopContext
 from looplm.models.mlp import SwiGLU
+from looplm.models.norm import RMSNorm
 
 
 class Projection(nn.Module):
@@ -24,6 +25,18 @@ class Projection(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., I] -> [..., O]."""
         return F.linear(x, self.weight, self.bias)
+
+
+class FusedRMSNorm(nn.Module):
+    """`RMSNorm` in float32 by PyTorch's own: the same numbers in fewer calls."""
+
+    def __init__(self, source: RMSNorm) -> None:
+        super().__init__()
+        self.weight, self.eps = source.weight, source.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., size], normed."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class FusedAttention(Attention):
@@ -95,6 +108,11 @@ def for_decoding(model: LoopLMForCausalLM) -> LoopLMForCausalLM:
         if not any(owner == part or owner.startswith(f"{part}.") for part in inside):
             setattr(twin.get_submodule(owner), leaf, parameter)
     twin.tie_weights()
+    if model.dtype == torch.float32:  # below, it would round in another order
+        for owner in list(twin.modules()):
+            for name, child in owner.named_children():
+                if isinstance(child, RMSNorm):
+                    setattr(owner, name, FusedRMSNorm(child))
     return twin.eval()
 
 

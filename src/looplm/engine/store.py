@@ -111,6 +111,6 @@ def fold(pool: Pool, policy: KVPolicy, pages: Sequence[Sequence[int]]) -> list[i
 
 
 def _exchange(plane: Tensor, places: Places, new: Tensor) -> Tensor:
-    plane.flatten(0, 1)[places.write] = new.transpose(1, 2).flatten(0, 1)
+    plane.flatten(0, 1).index_copy_(0, places.write, new.transpose(1, 2).flatten(0, 1))
     seen = places.read(plane)
     return seen if len(seen) == len(new) else seen.expand(len(new), -1, -1, -1)

@@ -13,21 +13,21 @@ Tables = tuple[Tensor, Tensor]
 def rotary_tables(position_ids: Tensor, head_dim: int, theta: float, form: str, dtype: torch.dtype) -> Tables:
     """cos and sin for positions [B, S], computed in float32.
 
-    form "split_half": [B, 1, S, head_dim], cast to `dtype` (Ouro, Llama); else [B, 1, S, head_dim / 2], float32.
+    form "split_half": [B, 1, S, head_dim], cast to `dtype` (Ouro, Llama), sin negative in its first half; else
+    [B, 1, S, head_dim / 2], float32.
     """
     exponents = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32) / head_dim
     angles = position_ids[:, None, :, None].float() * theta**-exponents
     if form != "split_half":
         return angles.cos(), angles.sin()
-    angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)
 
 
 def rotate_halves(x: Tensor, tables: Tables) -> Tensor:
     """Rotate x [B, H, S, head_dim] with dimension i paired to i + head_dim/2."""
     cos, sin = tables
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
 
 def rotate_pairs(x: Tensor, tables: Tables) -> Tensor:
