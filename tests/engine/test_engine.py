@@ -144,6 +144,24 @@ def test_closing_a_stream_frees_everything(worded):
     assert not engine.busy
 
 
+def test_streams_and_lists_of_one_engine_do_not_take_each_others_events(worded):
+    model, tokenizer = worded
+    engine = Engine(model, tokenizer, max_length=128)
+    params = [SamplingParams(max_tokens=20, temperature=1.0, seed=seed) for seed in (1, 2, 3, 4)]
+    wanted = [engine.generate(["to be"], one)[0].token_ids for one in params]
+    (queued,) = engine.submit("to be", params[0])
+    streams = [engine.stream("to be", one) for one in params[1:3]]
+    first = [next(stream).token for stream in streams]
+    assert engine.generate(["to be"], params[3])[0].token_ids == wanted[3]
+    for stream, token, tokens in zip(streams, first, wanted[1:3], strict=True):
+        assert [token, *(event.token for event in stream if event.token is not None)] == tokens
+    told = []
+    while engine.busy:
+        told += engine.tick()
+    assert {event.number for event in told} == {queued}
+    assert told[-1].completion.token_ids == wanted[0]
+
+
 def test_stop_strings_and_ids_end_a_completion(worded):
     model, tokenizer = worded
     engine = Engine(model, tokenizer, max_length=128)

@@ -17,7 +17,6 @@ from looplm.engine import (
     EntropyBelow,
     ExitCDF,
     FixedLoops,
-    KVPolicy,
     LogitsKL,
     LookAhead,
     RingKV,

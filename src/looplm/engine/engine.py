@@ -62,6 +62,7 @@ class Engine:
             ends=frozenset(end_token_ids(model, None if tokenizer is None else tokenizer.eos_token_id)),
         )  # fmt: skip
         blocks = max(1, prefill_tokens // PAGE)
+        self._kept: list[TokenEvent] = []
         self._flight = Flight(memory, self.scheduler, self.runner, speculate, blocks, min_readout)
 
     @property
@@ -93,8 +94,8 @@ class Engine:
         missing = {row.request.number for row in rows}
         done: dict[int, Completion] = {}
         while missing:
-            for event in self.tick():
-                if event.completion is not None and event.number in missing:
+            for event in self._tick_for(missing):
+                if event.completion is not None:
                     done[event.number] = event.completion
                     missing.discard(event.number)
         return [done[row.request.number] for row in rows]
@@ -106,11 +107,10 @@ class Engine:
     def _stream(self, numbers: set[int]) -> Iterator[TokenEvent]:
         try:
             while numbers:
-                for event in self.tick():
-                    if event.number in numbers:
-                        if event.completion is not None:
-                            numbers.discard(event.number)
-                        yield event
+                for event in self._tick_for(numbers):
+                    if event.completion is not None:
+                        numbers.discard(event.number)
+                    yield event
         finally:
             for number in numbers:
                 self.cancel(number)
@@ -134,7 +134,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether any request has not ended, or has not been reported."""
-        return bool(self.scheduler.waiting or self.scheduler.rows or self._flight.events)
+        return bool(self.scheduler.waiting or self.scheduler.rows or self._flight.events or self._kept)
 
     def forget_prefixes(self) -> None:
         """Drop what is kept of earlier prompts: to be called when the model's weights have changed."""
@@ -142,8 +142,15 @@ class Engine:
             self.memory.prefixes.clear()
 
     def tick(self) -> list[TokenEvent]:
-        """One core step of everything in flight, and what came of it."""
-        return self._flight.tick()
+        """One core step of everything in flight, and what came of it; nothing is told twice."""
+        kept, self._kept = self._kept, []
+        return kept + self._flight.tick()
+
+    def _tick_for(self, numbers: set[int]) -> list[TokenEvent]:
+        """`tick`, and what it says of some requests; what it says of others stays for who asks for them."""
+        events = self.tick()
+        self._kept = [event for event in events if event.number not in numbers]
+        return [event for event in events if event.number in numbers]
 
 
 def _check_sizes(model: LoopLMForCausalLM, **counts: int) -> None:
