@@ -80,9 +80,10 @@ def _row(
     entry = loops if speculate is None else speculate.entry or 1
     step, read = plain_cost
     without = loops * step(1) + read(1)
-    width = -(-loops // entry)
-    readings = width if speculate is None or speculate.reread else 1
-    a_tick = cost[0](width) + cost[1](readings)
+    # A tick has T / entry tokens in the loop; each is read at the loops from `entry` on, or there and at its exit.
+    readings = (loops - entry + 1 if speculate is None or speculate.reread else 2) / entry
+    at_once = -(-readings // 1)
+    a_tick = cost[0](-(-loops // entry)) + cost[1](int(at_once)) * readings / at_once
     ceiling = 1.0 if speculate is None else without / ((entry * right + loops * (1 - right)) * a_tick)
     return SpeculationRow(
         way=name, seconds=seconds, ticks=stats.ticks / max(stats.tokens, 1), acceptance=right,
