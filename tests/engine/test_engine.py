@@ -10,6 +10,7 @@ import looplm
 from looplm.data.tokenizer import train_tokenizer
 from looplm.engine import Engine, ExitCDF, FixedLoops, RingKV, SamplingParams, Speculation, StateConverged
 from looplm.engine.runner import Runner
+from looplm.training.adapters import Lora, add_adapter, plain_model
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 
@@ -326,6 +327,16 @@ def test_the_engine_reads_the_models_weights_where_they_are(tmp_path):
     looplm.save(model, tmp_path / "saved")
     loaded = looplm.load(tmp_path / "saved")
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.state_dict().items())
+
+
+def test_a_model_with_adapters_is_refused_not_run_without_them():
+    model = ouro_like(dtype=torch.float32)
+    add_adapter(model, Lora(rank=2), 0)
+    with pytest.raises(ValueError, match="merge its adapters"):
+        Engine(model, max_length=64)
+    plain = plain_model(model)
+    assert plain is not None
+    assert Engine(plain.eval(), max_length=64).generate([[1, 2]], GREEDY)[0].finish_reason == "length"
 
 
 def test_two_engines_of_different_depth_share_one_model():

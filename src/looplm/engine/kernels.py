@@ -93,9 +93,15 @@ def for_decoding(model: LoopLMForCausalLM) -> LoopLMForCausalLM:
 
     No weight is held twice: the parameters of `model` become parts of the fused matrices, so what is trained or loaded
     into them is seen here (one layer's matrices exist twice while it is fused).
+
+    Raises:
+        ValueError: if the model has parts of its own, such as adapters, which would not be computed.
     """
     with torch.device("meta"):
         twin = LoopLMForCausalLM(model.config)
+    odd = sorted(model.state_dict().keys() ^ twin.state_dict().keys())
+    if odd:
+        raise ValueError(f"the model is not plain ('{odd[0]}'); merge its adapters, or load what was saved, first")
     for stack, ours in zip(_stacks(twin), _stacks(model), strict=True):
         for block, source in zip(stack, ours, strict=True):
             block.attention = FusedAttention(cast(Attention, source.attention))
