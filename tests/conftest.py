@@ -36,6 +36,14 @@ def ouro(ouro_folder):
     return looplm.load(ouro_folder)
 
 
+@pytest.fixture
+def text(tmp_path):
+    """A file of text to train on."""
+    path = tmp_path / "text.txt"
+    path.write_text("A loop thinks again before it answers. " * 60)
+    return path
+
+
 def tiny_config(**changes) -> looplm.LoopLMConfig:
     values = {
         "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "core_layers": 2,

@@ -36,13 +36,6 @@ LORA = "lora={rank: 4, alpha: 8.0}"
 
 
 @pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("A loop thinks again before it answers. " * 60)
-    return path
-
-
-@pytest.fixture
 def recipe(tmp_path, text):
     """The recipe under some overrides, into `run` unless these say otherwise."""
     path = tmp_path / "tiny.yaml"

@@ -43,13 +43,6 @@ save_every: 6
 
 
 @pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("A loop thinks again before it answers. " * 60)
-    return path
-
-
-@pytest.fixture
 def recipe_file(tmp_path, text):
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY.format(out=tmp_path / "run", text=text))

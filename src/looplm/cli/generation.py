@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from looplm.cli.paths import open_checkpoint
-from looplm.data.tokenizer import load_tokenizer
+from looplm.data.tokenizer import encode, load_tokenizer
 from looplm.engine import DepthPolicy, Engine, ExitCDF, FixedLoops, SamplingParams, Speculation, TokenEvent
 from looplm.engine.calibration import load_calibration
 from looplm.models import load
@@ -49,12 +49,12 @@ def stream_prompt(
     folder = open_checkpoint(checkpoint)
     model, tokenizer = load(folder), load_tokenizer(folder)
     policy, loops = depth.policy(Path(folder), model.config.loops)
-    length = len(tokenizer(prompt, add_special_tokens=False)["input_ids"]) + sampling.max_tokens
+    (tokens,) = encode(tokenizer, [prompt])
     engine = Engine(
-        model, tokenizer, depth=policy, kv=kv, loops=loops, max_rows=1, max_length=max(length, 1),
+        model, tokenizer, depth=policy, kv=kv, loops=loops, max_rows=1, max_length=len(tokens) + sampling.max_tokens,
         kv_bytes=2**40, speculate=Speculation() if speculate else None,
     )  # fmt: skip
-    return engine.stream(prompt, sampling)
+    return engine.stream(tokens, sampling)
 
 
 def continue_prompt(

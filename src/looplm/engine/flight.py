@@ -110,8 +110,7 @@ class Flight:
     def _leave_prompt(self, lanes: Sequence[Lane], ends: PromptEnds, loops: int) -> None:
         """The prompts' last tokens have done all loops; each is left with the state that its policy picks."""
         runner = self.runner
-        numbers = self._numbers(lanes)
-        runner.seeds[numbers] = torch.tensor([lane.row.request.state_seed for lane in lanes], device=runner.device)
+        numbers = self._seeded(lanes)
         runner.inputs[numbers] = ends.inputs
         still = list(range(len(lanes)))
         for loop in range(1, loops + 1):
@@ -138,11 +137,9 @@ class Flight:
                 self._attempt(lanes, self._embed, _row_of)
 
     def _embed(self, lanes: Sequence[Lane]) -> None:
-        runner = self.runner
-        seeds = [lane.row.request.state_seed for lane in lanes]
-        runner.seeds[self._numbers(lanes)] = torch.tensor(seeds, device=runner.device)
+        self._seeded(lanes)
         starts = [lane.row.last_state for lane in lanes if lane.row.last_state is not None]
-        runner.enter(lane_batch(lanes, self.memory), torch.stack(starts) if starts else None)
+        self.runner.enter(lane_batch(lanes, self.memory), torch.stack(starts) if starts else None)
         for lane in lanes:
             lane.entered = True
 
@@ -356,8 +353,12 @@ class Flight:
                 if alive:
                     self._attempt(alive, work, row_of)
 
-    def _numbers(self, lanes: Sequence[Lane]) -> Tensor:
-        return torch.tensor([lane.number for lane in lanes], device=self.runner.device)
+    def _seeded(self, lanes: Sequence[Lane]) -> Tensor:
+        """The lanes' numbers, once each has its request's seed."""
+        pairs = [(lane.number, lane.row.request.state_seed) for lane in lanes]
+        numbers, seeds = torch.tensor(pairs, device=self.runner.device).unbind(1)
+        self.runner.seeds[numbers] = seeds
+        return numbers
 
 
 def _row_of(lane: Lane) -> Row:

@@ -136,18 +136,13 @@ def fused(layers: Sequence[nn.Linear]) -> Projection:
 @torch.no_grad()
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     """The parts end to end along the first axis; each then lies in the whole, and stays there if it did already."""
-    first = parts[0]
-    starts = [first.storage_offset()]
-    for part in parts[:-1]:
-        starts.append(starts[-1] + part.numel())
-    together = all(
-        part.is_contiguous() and part.storage_offset() == start and part.data_ptr() - first.data_ptr()
-        == (start - starts[0]) * first.element_size()
-        for part, start in zip(parts, starts, strict=True)
-    )  # fmt: skip
-    rows = sum(len(part) for part in parts)
-    if together and len({part.untyped_storage().data_ptr() for part in parts}) == 1:
-        return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+    first, start, together = parts[0], parts[0].storage_offset(), True
+    for part in parts:
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        together = together and same and part.is_contiguous() and part.storage_offset() == start
+        start += part.numel()
+    if together:
+        return first.detach().as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
     whole = torch.cat([part.detach() for part in parts])
     for part, piece in zip(parts, whole.split([len(part) for part in parts]), strict=True):
         part.data = piece

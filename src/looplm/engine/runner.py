@@ -96,8 +96,6 @@ class Runner:
         config = self.config
         cos, sin = rotary_tables(places, config.head_dim, config.rope_theta, config.rope, self.dtype)
         self.cos, self.sin = cos[0, 0], sin[0, 0]
-        self.offsets = torch.arange(PAGE, device=self.device)
-        self.core_steps = 0  # applications of the core to one token
 
     # Decoding -------------------------------------------------------------------------------------------------
 
@@ -115,7 +113,6 @@ class Runner:
     @torch.no_grad()
     def step(self, batch: LaneBatch) -> None:
         """One application of the core to every lane, each at its own loop; the gate of the new states."""
-        self.core_steps += len(batch)
         for part, _ in self._parts(batch):
             lanes, loops = self._tensor(part.lanes), self._tensor(part.loops)
             before = self.state[lanes]
@@ -160,15 +157,14 @@ class Runner:
         positions = self._tensor(blocks.positions)
         mask = self._mask(positions, blocks.core.shape[-1])
         boundary = None if blocks.boundary.shape[1] == 0 else self._places(blocks.boundary, positions)
-        store = self._store(self._places(blocks.core[0], positions), boundary)
-        context = self._call(positions, mask, store, self._tensor(blocks.seeds))
+        stores = [self._store(self._places(tables, positions), boundary) for tables in blocks.core]
+        context = self._call(positions, mask, stores[0], self._tensor(blocks.seeds))
         inputs = self.backbone.embed(self._embedded(blocks.tokens), context)
         state = self.backbone.init_state(inputs, context)
         rows, offsets = (self._tensor(np.array(part, dtype=np.int64)) for part in _columns(blocks.ends))
         states, gates = [state[rows, offsets]], []
-        for loop in range(1, blocks.loops + 1):
-            places = self._places(blocks.core[loop - 1], positions)
-            state = self.backbone.step(state, inputs, loop, replace(context, store=self._store(places, boundary)))
+        for loop, store in enumerate(stores, start=1):
+            state = self.backbone.step(state, inputs, loop, replace(context, store=store))
             states.append(state[rows, offsets])
             if self.gate is not None:
                 gates.append(self.backbone.gate(state)[rows, offsets])

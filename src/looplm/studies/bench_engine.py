@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from looplm.engine import DepthPolicy, Engine, ExitCDF, FixedLoops, SamplingParams
 from looplm.models import LoopLMConfig, LoopLMForCausalLM, save
 from looplm.models.accounting import flops_by_part
+from looplm.studies.timing import seconds_in_turn
 
 Generate = Callable[[list[list[int]], int], list[list[int]]]
 
@@ -87,8 +88,10 @@ class EngineRow:
 class _Way:
     work: Callable[[], list[float]]
     mean_loops: float
-    seconds: list[float] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)
+    gaps: list[list[float]] = field(default_factory=list)  # of each round, the one that warms up included
+
+    def run(self) -> None:
+        self.gaps.append(self.work())
 
 
 def measure_engine(problem: EngineProblem, repeats: int, against: str | None = None) -> list[EngineRow]:
@@ -105,15 +108,9 @@ def _measure(
     problem: EngineProblem, repeats: int, model: LoopLMForCausalLM, against: Generate | None
 ) -> list[EngineRow]:  # fmt: skip
     ways = _ways(problem, model, against)
-    for repeat in range(repeats + 1):
-        for way in ways.values():
-            began = time.perf_counter()
-            gaps = way.work()
-            if repeat:
-                way.seconds.append(time.perf_counter() - began)
-                way.gaps += gaps
+    seconds = seconds_in_turn({name: way.run for name, way in ways.items()}, repeats)
     limit = streaming_limit(model)
-    return [_row(problem, model, name, way, limit) for name, way in ways.items()]
+    return [_row(problem, model, name, way, statistics.median(seconds[name]), limit) for name, way in ways.items()]
 
 
 def flop_bound(problem: EngineProblem) -> float:
@@ -217,10 +214,11 @@ def _other(against: Generate, problem: EngineProblem, prompts: Sequence[list[int
     return []
 
 
-def _row(problem: EngineProblem, model: LoopLMForCausalLM, name: str, way: _Way, limit: float) -> EngineRow:
-    seconds = statistics.median(way.seconds)
+def _row(
+    problem: EngineProblem, model: LoopLMForCausalLM, name: str, way: _Way, seconds: float, limit: float
+) -> EngineRow:  # fmt: skip
     made = problem.requests * problem.tokens
-    gaps = sorted(way.gaps)
+    gaps = sorted(gap for timed in way.gaps[1:] for gap in timed)
     core = sum(p.numel() * p.element_size() for p in model.model.core.parameters())
     head = model.lm_head.weight.numel() * model.lm_head.weight.element_size()
     read = made * (way.mean_loops * core + head) / problem.rows

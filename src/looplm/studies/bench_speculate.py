@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from looplm.engine.pages import SCRATCH
 from looplm.engine.runner import LaneBatch
 from looplm.engine.store import PAGE
 from looplm.models import LoopLMForCausalLM
+from looplm.studies.timing import seconds_in_turn
 
 _ROUNDS = 15
 
@@ -51,14 +53,12 @@ def bench_speculate(
         )
         for name, speculate in ways.items()
     }  # fmt: skip
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
     made: dict[str, list[list[int]]] = {}
-    for repeat in range(repeats + 1):
-        for name, engine in engines.items():
-            began = time.perf_counter()
-            made[name] = [engine.generate([prompt], params)[0].token_ids for prompt in prompts]
-            if repeat:
-                seconds[name].append(time.perf_counter() - began)
+
+    def work(name: str) -> None:
+        made[name] = [engines[name].generate([prompt], params)[0].token_ids for prompt in prompts]
+
+    seconds = seconds_in_turn({name: partial(work, name) for name in ways}, repeats)
     costs = {name: _costs(engine) for name, engine in engines.items()}
     plain = statistics.median(seconds["plain"])
     return [
