@@ -23,6 +23,7 @@ def lane_batch(lanes: Sequence[Lane], memory: Memory) -> LaneBatch:
         loops=loops,
         core=memory.core_tables[rows, memory.slots[loops], :pages],
         boundary=memory.boundary_tables[rows, : pages if memory.has_boundary else 0],
+        seeds=np.array([lane.row.request.state_seed for lane in lanes]),
     )
 
 

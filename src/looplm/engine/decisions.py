@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from looplm.engine.policies import DepthPolicy, Seen
 from looplm.engine.requests import Lane
-from looplm.engine.runner import Runner
+from looplm.engine.runner import LaneBatch, Runner
 
 
 class Decisions:
@@ -18,27 +17,27 @@ class Decisions:
         self.runner, self.loops = runner, loops
         self._memories: dict[DepthPolicy, Tensor] = {}
 
-    def leaving(self, lanes: Sequence[Lane], read: Callable[[Sequence[Lane]], tuple[Tensor, Tensor]]) -> list[Lane]:
-        """Those of `lanes`, which have just done a loop, that leave; `read` gives hidden and logits of some lanes."""
+    def leaving(self, lanes: Sequence[Lane], batch: Callable[[Sequence[Lane]], LaneBatch]) -> list[Lane]:
+        """Those of `lanes`, which have just done a loop, that leave; `batch` makes what the runner takes of some."""
         decided: dict[int, bool] = {}
         groups: dict[DepthPolicy, list[Lane]] = {}
         for lane in lanes:
             request = lane.row.request
             if lane.forced:
                 decided[lane.number] = lane.loop >= lane.forced
-            elif lane.loop >= lane.last:
-                decided[lane.number] = True
+            elif lane.loop >= lane.last or not request.depth.leaves_early:
+                decided[lane.number] = lane.loop >= lane.last
             else:
                 groups.setdefault(request.depth, []).append(lane)
         for policy, group in groups.items():
-            votes = self._ask(policy, group, read)
+            votes = self._ask(policy, group, batch)
             for lane, vote in zip(group, votes, strict=True):
-                decided[lane.number] = bool(vote) and lane.loop >= lane.row.request.min_loops
+                decided[lane.number] = vote and lane.loop >= lane.row.request.min_loops
         return [lane for lane in lanes if decided[lane.number]]
 
     def _ask(
-        self, policy: DepthPolicy, lanes: list[Lane], read: Callable[[Sequence[Lane]], tuple[Tensor, Tensor]]
-    ) -> np.ndarray:  # fmt: skip
+        self, policy: DepthPolicy, lanes: list[Lane], batch: Callable[[Sequence[Lane]], LaneBatch]
+    ) -> list[bool]:  # fmt: skip
         runner = self.runner
         numbers = torch.tensor([lane.number for lane in lanes], device=runner.device)
         loops = torch.tensor([lane.loop for lane in lanes], device=runner.device)
@@ -46,12 +45,12 @@ class Decisions:
         own = torch.where((loops == 1)[:, None], 0.0, memory[numbers])
         seen = Seen(
             loop=loops, before=runner.before[numbers], after=runner.state[numbers],
-            gate=None if runner.gate is None else runner.gate[numbers], read=lambda: read(lanes),
-            head=runner.model.lm_head.weight, config=runner.config, loops=self.loops,
+            gate=runner.gate(batch(lanes)) if policy.needs_gate else None, read=lambda: runner.read(batch(lanes)),
+            head=runner.head.weight, config=runner.config, loops=self.loops,
         )  # fmt: skip
         leave, own = policy.decide(seen, own)
         memory[numbers] = own.to(memory.dtype)
-        return leave.cpu().numpy()
+        return leave.tolist()
 
     def _memory(self, policy: DepthPolicy) -> Tensor:
         if policy not in self._memories:

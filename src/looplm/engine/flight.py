@@ -8,14 +8,13 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from looplm.engine.batches import block_batch, lane_batch
 from looplm.engine.decisions import Decisions
 from looplm.engine.kv_policies import recomputes, slots_to_fill
 from looplm.engine.memory import Memory
 from looplm.engine.requests import Choice, FinishReason, Lane, Row, TokenEvent
-from looplm.engine.runner import PromptEnds, Runner
+from looplm.engine.runner import LaneBatch, PromptEnds, Runner
 from looplm.engine.sampling import best_alternatives, choose
 from looplm.engine.scheduler import Block, Scheduler, catching_up, full_blocks, looping, readable
 from looplm.engine.speculation import RowAcceptance, Speculation, TickCost
@@ -66,6 +65,7 @@ class Flight:
         self.stats, self.cost = Stats(), TickCost()
         self.events: list[TokenEvent] = []
 
+    @torch.inference_mode()
     def tick(self) -> list[TokenEvent]:
         """One core step of everything in flight, and what came of it."""
         self._admit()
@@ -110,18 +110,16 @@ class Flight:
     def _leave_prompt(self, lanes: Sequence[Lane], ends: PromptEnds, loops: int) -> None:
         """The prompts' last tokens have done all loops; each is left with the state that its policy picks."""
         runner = self.runner
-        numbers = self._seeded(lanes)
+        numbers = torch.tensor([lane.number for lane in lanes], device=runner.device)
         runner.inputs[numbers] = ends.inputs
         still = list(range(len(lanes)))
         for loop in range(1, loops + 1):
             here = [lanes[index] for index in still]
             at = numbers[still]
             runner.before[at], runner.state[at] = ends.states[still, loop - 1], ends.states[still, loop]
-            if ends.gates is not None and runner.gate is not None:
-                runner.gate[at] = ends.gates[still, loop - 1].to(runner.gate.dtype)
             for lane in here:
                 lane.loop = loop
-            for lane in self.decisions.leaving(here, self._read):
+            for lane in self.decisions.leaving(here, self._batch):
                 lane.left = True
             still = [index for index in still if not lanes[index].left]
             if not still:
@@ -137,9 +135,8 @@ class Flight:
                 self._attempt(lanes, self._embed, _row_of)
 
     def _embed(self, lanes: Sequence[Lane]) -> None:
-        self._seeded(lanes)
         starts = [lane.row.last_state for lane in lanes if lane.row.last_state is not None]
-        self.runner.enter(lane_batch(lanes, self.memory), torch.stack(starts) if starts else None)
+        self.runner.enter(self._batch(lanes), torch.stack(starts) if starts else None)
         for lane in lanes:
             lane.entered = True
 
@@ -152,12 +149,13 @@ class Flight:
         self._attempt(lanes, self._step_lanes, _row_of)
         stepped = [lane for lane in lanes if not lane.dropped]
         self._attempt(stepped, self._let_leave, _row_of)
-        self._finite([lane for lane in stepped if not lane.dropped])
+        # What is not a number stays so until it leaves.
+        self._finite([lane for lane in stepped if lane.left and not lane.dropped])
         return len(lanes)
 
     def _step_lanes(self, lanes: Sequence[Lane]) -> None:
         behind = catching_up(lanes)
-        self.runner.step(lane_batch([*lanes, *behind], self.memory))
+        self.runner.step(self._batch([*lanes, *behind]))
         self.stats.core_steps += len(lanes) + len(behind)
         for lane in (*lanes, *behind):
             lane.loop += 1
@@ -167,7 +165,7 @@ class Flight:
                 self.scheduler.drop([lane])
 
     def _let_leave(self, lanes: Sequence[Lane]) -> None:
-        leaving = self.decisions.leaving(lanes, self._read)
+        leaving = self.decisions.leaving(lanes, self._batch)
         for lane in leaving:
             lane.left = True
         if recomputes(self.policy):
@@ -219,7 +217,7 @@ class Flight:
         return row.acceptance.entry(self.width, others, self.cost)
 
     def _choose(self, lanes: Sequence[Lane]) -> None:
-        _, logits = self._read(lanes)
+        _, logits = self.runner.read(self._batch(lanes))
         chosen = choose(logits, [lane.row.asked(lane) for lane in lanes])
         for place, lane in enumerate(lanes):
             wanted = lane.row.request.params.logprobs
@@ -245,8 +243,8 @@ class Flight:
                 )
             )  # fmt: skip
 
-    def _read(self, lanes: Sequence[Lane]) -> tuple[Tensor, Tensor]:
-        return self.runner.read(lane_batch(lanes, self.memory))
+    def _batch(self, lanes: Sequence[Lane]) -> LaneBatch:
+        return lane_batch(lanes, self.memory)
 
     def _advance(self, row: Row) -> None:
         """Make final what is, drop what followed another token, and let the next ones enter."""
@@ -352,13 +350,6 @@ class Flight:
                 alive = [item for item in part if row_of(item) in self.scheduler.rows]
                 if alive:
                     self._attempt(alive, work, row_of)
-
-    def _seeded(self, lanes: Sequence[Lane]) -> Tensor:
-        """The lanes' numbers, once each has its request's seed."""
-        pairs = [(lane.number, lane.row.request.state_seed) for lane in lanes]
-        numbers, seeds = torch.tensor(pairs, device=self.runner.device).unbind(1)
-        self.runner.seeds[numbers] = seeds
-        return numbers
 
 
 def _row_of(lane: Lane) -> Row:

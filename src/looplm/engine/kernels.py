@@ -1,95 +1,166 @@
-"""A model's projections laid out for decoding: fused where several read one input, in the model's own storage."""
+"""A model's blocks laid out for decoding: fewer and larger calls, over the model's own weights.
+
+With few tokens in the loop most of a block's time goes into calls, not into arithmetic. Here all tokens of a call lie
+in one matrix [T, D], whichever rows they belong to, and what reads one input is one product.
+"""
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from looplm.engine.store import PagedContext
 from looplm.models import LoopLMForCausalLM
-from looplm.models.block import Attention
-from looplm.models.context import Loop, LoopContext
+from looplm.models.backbone import LoopLMModel
+from looplm.models.block import Attention, Block, ResidualNorms
+from looplm.models.context import Loop
 from looplm.models.mlp import SwiGLU
 from looplm.models.norm import RMSNorm
+from looplm.models.rotary import rotate_halves
+
+# So many rows a CPU multiplies faster as W x^T, by up to two: its product is tuned for wide results.
+BY_COLUMNS = range(10, 64)
 
 
-class Projection(nn.Module):
-    """y = x W^T + b, for the few rows of decoding."""
+class Projection:
+    """y = x W^T + b, in the order that is faster for the rows at hand."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
+        self.by_columns = weight.device.type == "cpu" and weight.dtype == torch.float32
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., I] -> [..., O]."""
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, I] -> [T, O]; it may lie transposed in memory."""
+        if self.by_columns and x.shape[0] in BY_COLUMNS:
+            y = torch.mm(self.weight, x.t()).t()
+            return y if self.bias is None else y + self.bias
         return F.linear(x, self.weight, self.bias)
 
 
-class FusedRMSNorm(nn.Module):
-    """`RMSNorm` in float32 by PyTorch's own: the same numbers in fewer calls."""
+class PlainNorm:
+    """A norm as it is, or none."""
+
+    def __init__(self, source: nn.Module) -> None:
+        self.norm = source.forward
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, D], normed."""
+        return self.norm(x)
+
+    def onto(self, x: Tensor, y: Tensor, scale: float) -> Tensor:
+        """x + scale * norm(y)."""
+        return torch.add(x, self.norm(y), alpha=scale)
+
+
+class FourCallNorm:
+    """`RMSNorm` of a float32 or float64 model: x / rms(x) * weight in four calls, a sum with it included.
+
+    rms(x) = hypot(|x|, sqrt(eps D)) / sqrt(D).
+    """
 
     def __init__(self, source: RMSNorm) -> None:
-        super().__init__()
-        self.weight, self.eps = source.weight, source.eps
+        self.weight = source.weight.detach()
+        size = len(self.weight)
+        self.root, self.floor = size**0.5, self.weight.new_tensor((source.eps * size) ** 0.5)
+        self.zero = self.weight.new_zeros(())
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., size], normed."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, D], normed."""
+        return self.onto(self.zero, x, 1.0)
+
+    def onto(self, x: Tensor, y: Tensor, scale: float) -> Tensor:
+        """x + scale * norm(y)."""
+        length = torch.linalg.vector_norm(y, dim=-1, keepdim=True).hypot_(self.floor)
+        return torch.addcdiv(x, y * self.weight, length, value=scale * self.root)
 
 
-class FusedAttention(Attention):
-    """The same attention with one product for queries, keys and values."""
+Norm = PlainNorm | FourCallNorm
+
+
+class JoiningNorms:
+    """`ResidualNorms`: post(x + scale * branch(f(pre(x))))."""
+
+    def __init__(self, source: ResidualNorms) -> None:
+        self.pre, self.branch = decoding_norm(source.pre), decoding_norm(source.branch)
+        self.post = None if isinstance(source.post, nn.Identity) else decoding_norm(source.post)
+        self.scale = source.scale
+
+    def join(self, x: Tensor, y: Tensor) -> Tensor:
+        """Add the sub-layer's output y = f(pre(x)) to x."""
+        x = self.branch.onto(x, y, self.scale)
+        return x if self.post is None else self.post(x)
+
+
+class PagedAttention:
+    """Attention with one product for queries, keys and values, which are turned where they lie."""
 
     def __init__(self, source: Attention) -> None:
-        nn.Module.__init__(self)
-        self.config, self.head_dim, self.scaling = source.config, source.head_dim, source.scaling
-        self.num_key_value_groups, self.rotate = source.num_key_value_groups, source.rotate
-        self.q_norm, self.k_norm = source.q_norm, source.k_norm
         self.qkv = fused([source.q_proj, source.k_proj, source.v_proj])
-        self.o_proj = Projection(source.o_proj.weight, source.o_proj.bias)
-        heads, groups = source.config.num_attention_heads, source.config.num_key_value_heads
-        self.heads = [heads, groups, groups]
+        self.out = Projection(source.o_proj.weight, source.o_proj.bias)
+        self.heads, self.groups = source.config.num_attention_heads, source.config.num_key_value_heads
+        self.head_dim, self.scaling, self.rotate = source.head_dim, source.scaling, source.rotate
+        self.norms = (source.q_norm, source.k_norm) if source.config.qk_norm else None
 
-    def forward(self, x: Tensor, layer: int, loop: Loop, context: LoopContext) -> tuple[Tensor, Tensor | None]:
-        """As in `Attention`; queries and keys are rotated together."""
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        query, key, value = heads.split(self.heads, dim=1)
-        if self.config.qk_norm:
-            query, key = self.rotate(self.q_norm(query), context.rotary), self.rotate(self.k_norm(key), context.rotary)
-        else:
-            query, key = self.rotate(heads[:, : sum(self.heads[:2])], context.rotary).split(self.heads[:2], dim=1)
-        key, value = context.store.update(key, value, layer, loop)
-        out, weights = self.attend(query, key, value, context.mask)
-        return self.o_proj(out.flatten(-2)), weights
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """PyTorch's fused attention."""
-        out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=self.scaling, enable_gqa=self.num_key_value_groups > 1
+    def __call__(self, x: Tensor, layer: int, context: PagedContext) -> Tensor:
+        """x [T, D] -> [T, D]; keys and values go to the context's pages, and all of their rows' come back."""
+        heads = self.qkv(x).contiguous().view(x.shape[0], -1, self.head_dim)
+        self._turn(heads[:, : self.heads + self.groups], context)
+        seen = context.pages.exchange(heads[:, self.heads :], layer)
+        key, value = seen.transpose(1, 2).chunk(2, dim=1)
+        query = heads[:, : self.heads].view(context.blocks, -1, self.heads, self.head_dim).transpose(1, 2)
+        found = F.scaled_dot_product_attention(
+            query, key, value, context.mask, scale=self.scaling, enable_gqa=self.heads > self.groups
         )
-        return out.transpose(1, 2), None
+        return self.out(found.transpose(1, 2).reshape(x.shape[0], -1))
+
+    def _turn(self, heads: Tensor, context: PagedContext) -> None:
+        """Norm and rotate queries and keys [T, H + G, head_dim] in place."""
+        if self.norms is not None:
+            query, key = heads.split([self.heads, self.groups], dim=1)
+            query.copy_(self.norms[0](query))
+            key.copy_(self.norms[1](key))
+        if self.rotate is rotate_halves:
+            cos, sin = context.rotary
+            swapped = heads.view(*heads.shape[:2], 2, self.head_dim // 2).flip(2).view_as(heads)
+            torch.addcmul(heads * cos, swapped, sin, out=heads)
+        else:
+            heads.copy_(self.rotate(heads, context.rotary))
 
 
-class FusedSwiGLU(nn.Module):
+class OneProductSwiGLU:
     """SwiGLU with one product for gate and up."""
 
     def __init__(self, source: SwiGLU) -> None:
-        super().__init__()
         self.gate_up = fused([source.gate_proj, source.up_proj])
-        self.down_proj = Projection(source.down_proj.weight, source.down_proj.bias)
+        self.down = Projection(source.down_proj.weight, source.down_proj.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., D] -> [..., D]."""
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, D] -> [T, D]."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down(F.silu(gate).mul_(up))
 
 
-def for_decoding(model: LoopLMForCausalLM) -> LoopLMForCausalLM:
-    """A second model over the weights of `model`, whose projections are fused.
+class DecodingBlock(nn.Module):
+    """A `Block` on flat tokens and paged keys and values; it holds no parameter of its own."""
+
+    def __init__(self, source: Block) -> None:
+        super().__init__()
+        self.layer = source.layer
+        self.attention = PagedAttention(source.attention)
+        self.mlp = OneProductSwiGLU(source.mlp) if isinstance(source.mlp, SwiGLU) else source.mlp.forward
+        self.attention_norms, self.mlp_norms = JoiningNorms(source.attention_norms), JoiningNorms(source.mlp_norms)
+
+    def forward(self, x: Tensor, loop: Loop, context: PagedContext) -> Tensor:
+        """x [T, D] -> [T, D]."""
+        norms = self.attention_norms
+        x = norms.join(x, self.attention(norms.pre(x), self.layer, context))
+        norms = self.mlp_norms
+        return norms.join(x, self.mlp(norms.pre(x)))
+
+
+def for_decoding(model: LoopLMForCausalLM) -> LoopLMModel:
+    """The verbs of the backbone of `model` on flat tokens [T, D] and a `PagedContext`.
 
     No weight is held twice: the parameters of `model` become parts of the fused matrices, so what is trained or loaded
     into them is seen here (one layer's matrices exist twice while it is fused).
@@ -102,24 +173,23 @@ def for_decoding(model: LoopLMForCausalLM) -> LoopLMForCausalLM:
     odd = sorted(model.state_dict().keys() ^ twin.state_dict().keys())
     if odd:
         raise ValueError(f"the model is not plain ('{odd[0]}'); merge its adapters, or load what was saved, first")
-    for stack, ours in zip(_stacks(twin), _stacks(model), strict=True):
-        for block, source in zip(stack, ours, strict=True):
-            block.attention = FusedAttention(cast(Attention, source.attention))
-            if isinstance(source.mlp, SwiGLU):
-                block.mlp = FusedSwiGLU(source.mlp)
-    fused_parts = (FusedAttention, FusedSwiGLU)
-    inside = {name for name, module in twin.named_modules() if isinstance(module, fused_parts)}
-    for name, parameter in model.named_parameters():
-        owner, _, leaf = name.rpartition(".")
-        if not any(owner == part or owner.startswith(f"{part}.") for part in inside):
-            setattr(twin.get_submodule(owner), leaf, parameter)
-    twin.tie_weights()
-    if model.dtype == torch.float32:  # below, it would round in another order
-        for owner in list(twin.modules()):
-            for name, child in owner.named_children():
-                if isinstance(child, RMSNorm):
-                    setattr(owner, name, FusedRMSNorm(child))
-    return twin.eval()
+    backbone, source = twin.model, model.model
+    for name, part in source.named_children():
+        if name != "dropout":  # the one part that is not the same in training
+            setattr(backbone, name, part)
+    for name in ("prelude", "core", "coda"):
+        setattr(backbone, name, nn.ModuleList(DecodingBlock(block) for block in getattr(source, name)))
+    del backbone.norm
+    backbone.norm = decoding_norm(source.norm)  # ty: ignore[invalid-assignment]
+    backbone.dropout.eval()
+    return backbone
+
+
+def decoding_norm(source: nn.Module) -> Norm:
+    """The norm in as few calls as rounding allows: below float32, its own order of rounding is the model's."""
+    if isinstance(source, RMSNorm) and source.weight.dtype in (torch.float32, torch.float64):
+        return FourCallNorm(source)
+    return PlainNorm(source)
 
 
 def fused(layers: Sequence[nn.Linear]) -> Projection:
@@ -147,7 +217,3 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     for part, piece in zip(parts, whole.split([len(part) for part in parts]), strict=True):
         part.data = piece
     return whole
-
-
-def _stacks(model: LoopLMForCausalLM) -> tuple[nn.ModuleList, nn.ModuleList, nn.ModuleList]:
-    return model.model.prelude, model.model.core, model.model.coda

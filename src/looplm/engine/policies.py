@@ -63,6 +63,7 @@ class DepthPolicy:
 
     needs_gate: ClassVar[bool] = False
     needs_logits: ClassVar[bool] = False
+    leaves_early: ClassVar[bool] = True  # whether any token may leave before its request's last loop
     sees_all: ClassVar[bool] = False  # whether `check` is asked, and its memory kept, between two checks as well
 
     def __post_init__(self) -> None:
@@ -115,6 +116,7 @@ class FixedLoops(DepthPolicy):
     """Always `loops` loops; where `min_loops` or `every` put that off, as many as they ask for."""
 
     loops: int
+    leaves_early: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from looplm.engine.kernels import for_decoding
+from looplm.engine.kernels import Projection, for_decoding
 from looplm.engine.kv_policies import KVPolicy
 from looplm.engine.pages import SCRATCH
-from looplm.engine.store import PAGE, PagedStore, Places, Pool
+from looplm.engine.store import PAGE, PagedContext, PagedStore, Places, Pool
 from looplm.models import LoopLMForCausalLM
-from looplm.models.context import LoopContext
-from looplm.models.rotary import rotary_tables
+from looplm.models.context import LoopContext, NoStore
+from looplm.models.rotary import Tables, rotary_tables
 
 ROWS = 16  # rows of a call in deterministic mode: a CPU's matrix products sum in an order that depends on their number
 
@@ -26,6 +26,7 @@ class LaneBatch:
     """Lanes of one call: their numbers, tokens and positions [N], the loop that each is to do, and its pages [N, P].
 
     `core` holds the pages of the slot of that very loop, `boundary` those of prelude and coda (no columns if neither).
+    seeds: [N], of the start state.
     """
 
     lanes: np.ndarray
@@ -34,16 +35,14 @@ class LaneBatch:
     loops: np.ndarray
     core: np.ndarray
     boundary: np.ndarray
+    seeds: np.ndarray
 
     def __len__(self) -> int:
         return len(self.lanes)
 
     def take(self, index: np.ndarray) -> "LaneBatch":
         """Some of the lanes."""
-        return LaneBatch(
-            lanes=self.lanes[index], tokens=self.tokens[index], positions=self.positions[index],
-            loops=self.loops[index], core=self.core[index], boundary=self.boundary[index],
-        )  # fmt: skip
+        return LaneBatch(**{name: values[index] for name, values in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +64,20 @@ class BlockBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptEnds:
-    """Of the last tokens of E prompts: inputs [E, D], states before and after every loop [E, loops + 1, D], gates."""
+    """Of the last tokens of E prompts: inputs [E, D], and the states before and after every loop [E, loops + 1, D]."""
 
     inputs: Tensor
     states: Tensor
-    gates: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Where:
+    """What follows from positions alone, for a call of flat tokens [T]."""
+
+    key: tuple[bytes, int, int]
+    positions: Tensor
+    rotary: Tables
+    mask: Tensor
 
 
 class Runner:
@@ -79,102 +87,97 @@ class Runner:
         self, model: LoopLMForCausalLM, num_lanes: int, max_length: int, core: Pool, boundary: Pool,
         policy: KVPolicy, deterministic: bool,
     ) -> None:  # fmt: skip
-        self.config = model.config
-        self.model = for_decoding(model)
-        self.backbone = self.model.model
+        config = self.config = model.config
+        self.backbone, self.head = for_decoding(model), Projection(model.lm_head.weight, model.lm_head.bias)
         self.core, self.boundary, self.policy = core, boundary, policy
         self.deterministic = deterministic
         self.device, self.dtype = model.device, model.dtype
-        shape = (num_lanes + 1, self.config.hidden_size)
+        shape = (num_lanes + 1, config.hidden_size)
         self.state, self.before, self.inputs = (
             torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(3)
         )
-        gates = torch.zeros(num_lanes + 1, dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
-        self.gate = gates if self.config.exit_gate else None
-        self.seeds = torch.zeros(num_lanes + 1, dtype=torch.int64, device=self.device)
         places = torch.arange(max_length, device=self.device)[None]
-        config = self.config
-        cos, sin = rotary_tables(places, config.head_dim, config.rope_theta, config.rope, self.dtype)
-        self.cos, self.sin = cos[0, 0], sin[0, 0]
+        tables = rotary_tables(places, config.head_dim, config.rope_theta, config.rope, self.dtype)
+        self.cos, self.sin = (table[0].transpose(0, 1).contiguous() for table in tables)
+        self._last_where: _Where | None = None
+        # What is read where there is no coda.
+        self._nothing = LoopContext(position_ids=places, rotary=tables, mask=None, store=NoStore(), past_length=0)
 
     # Decoding -------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def enter(self, batch: LaneBatch, starts: Tensor | None = None) -> None:
         """Embed the lanes' tokens, through the prelude: their inputs and start states (`starts` [N, D], if given)."""
         for part, rows in self._parts(batch):
-            context = self._context(part, decode=False)
-            inputs = self.backbone.embed(self._embedded(part.tokens[:, None]), context)
-            given = None if starts is None else self._given(starts, rows, inputs)
-            lanes = self._tensor(part.lanes)
-            self.inputs[lanes] = inputs[:, 0]
-            self.state[lanes] = self.backbone.init_state(inputs, context, given)[:, 0]
+            context, lanes = self._context(part), self._tensor(part.lanes)
+            inputs = self.backbone.embed(self._embedded(part.tokens), context)
+            given = None if starts is None else _given(starts[rows.start : rows.stop], inputs)
+            self.inputs.index_copy_(0, lanes, inputs)
+            self.state.index_copy_(0, lanes, self.backbone.init_state(inputs, context, given))
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(self, batch: LaneBatch) -> None:
-        """One application of the core to every lane, each at its own loop; the gate of the new states."""
+        """One application of the core to every lane, each at its own loop."""
         for part, _ in self._parts(batch):
-            lanes, loops = self._tensor(part.lanes), self._tensor(part.loops)
-            before = self.state[lanes]
-            context = self._context(part, decode=True)
-            after = self.backbone.step(before[:, None], self.inputs[lanes][:, None], loops, context)
-            self.before[lanes], self.state[lanes] = before, after[:, 0]
-            if self.gate is not None:
-                self.gate[lanes] = self.backbone.gate(after)[:, 0].to(self.gate.dtype)
+            lanes = self._tensor(part.lanes)
+            before, inputs = self.state.index_select(0, lanes), self.inputs.index_select(0, lanes)
+            after = self.backbone.step(before, inputs, self._tensor(part.loops), self._context(part))
+            self.before.index_copy_(0, lanes, before)
+            self.state.index_copy_(0, lanes, after)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def read(self, batch: LaneBatch) -> tuple[Tensor, Tensor]:
         """hidden [N, D] and logits [N, V] of the lanes' states."""
-        hidden, logits = [], []
-        for part, _ in self._parts(batch):
-            state = self.state[self._tensor(part.lanes)][:, None]
-            found = self.backbone.readout(state, self._context(part, decode=False))[:, 0]
-            hidden.append(found)
-            logits.append(self.model.lm_head(found))
-        count = len(batch)
-        return torch.cat(hidden)[:count], torch.cat(logits)[:count]
+        found = [
+            self.backbone.readout(
+                self.state.index_select(0, self._tensor(part.lanes)),
+                self._context(part) if self.config.coda_layers else self._nothing,
+            )
+            for part, _ in self._parts(batch)
+        ]
+        logits = torch.cat([self.head(hidden) for hidden in found])
+        return torch.cat(found)[: len(batch)], logits[: len(batch)]
 
-    def finite(self, lanes: np.ndarray) -> np.ndarray:
+    @torch.inference_mode()
+    def gate(self, batch: LaneBatch) -> Tensor:
+        """Exit logits [N] of the lanes' states."""
+        found = [
+            self.backbone.gate(self.state.index_select(0, self._tensor(part.lanes))) for part, _ in self._parts(batch)
+        ]
+        return torch.cat(found)[: len(batch)]
+
+    @torch.inference_mode()
+    def finite(self, lanes: np.ndarray) -> list[bool]:
         """Which lanes' states are numbers [N]."""
-        return self.state[self._tensor(lanes)].isfinite().all(-1).cpu().numpy()
+        return self.state.index_select(0, self._tensor(lanes)).isfinite().all(-1).tolist()
 
     # Prompts --------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def prefill(self, blocks: BlockBatch) -> PromptEnds:
         """All loops of prompt blocks, and the coda; keys and values of every loop go to their pages."""
         if not self.deterministic:
             return self._prefill(blocks)
         found = [self._prefill(_block(blocks, number)) for number in range(len(blocks.tokens))]
-        gates = [ends.gates for ends in found if ends.gates is not None]
         return PromptEnds(
-            inputs=torch.cat([ends.inputs for ends in found]),
-            states=torch.cat([ends.states for ends in found]),
-            gates=torch.cat(gates) if gates else None,
+            inputs=torch.cat([ends.inputs for ends in found]), states=torch.cat([ends.states for ends in found])
         )
 
     def _prefill(self, blocks: BlockBatch) -> PromptEnds:
-        positions = self._tensor(blocks.positions)
-        mask = self._mask(positions, blocks.core.shape[-1])
-        boundary = None if blocks.boundary.shape[1] == 0 else self._places(blocks.boundary, positions)
-        stores = [self._store(self._places(tables, positions), boundary) for tables in blocks.core]
-        context = self._call(positions, mask, stores[0], self._tensor(blocks.seeds))
-        inputs = self.backbone.embed(self._embedded(blocks.tokens), context)
+        boundary = self._boundary(blocks.boundary, blocks.positions)
+        stores = [self._store(self._places(tables, blocks.positions), boundary) for tables in blocks.core]
+        seeds = self._tensor(blocks.seeds.repeat(PAGE))
+        context = self._call(blocks.positions, blocks.core.shape[-1], stores[0], seeds)
+        inputs = self.backbone.embed(self._embedded(blocks.tokens.ravel()), context)
         state = self.backbone.init_state(inputs, context)
-        rows, offsets = (self._tensor(np.array(part, dtype=np.int64)) for part in _columns(blocks.ends))
-        states, gates = [state[rows, offsets]], []
+        ends = self._tensor(np.array([block * PAGE + offset for block, offset in blocks.ends], dtype=np.int64))
+        states = [state[ends]]
         for loop, store in enumerate(stores, start=1):
-            state = self.backbone.step(state, inputs, loop, replace(context, store=store))
-            states.append(state[rows, offsets])
-            if self.gate is not None:
-                gates.append(self.backbone.gate(state)[rows, offsets])
+            state = self.backbone.step(state, inputs, loop, replace(context, pages=store))
+            states.append(state[ends])
         if self.config.coda_layers:
             self.backbone.readout(state, context)
-        return PromptEnds(
-            inputs=inputs[rows, offsets],
-            states=torch.stack(states, dim=1),
-            gates=torch.stack(gates, dim=1) if gates else None,
-        )
+        return PromptEnds(inputs=inputs[ends], states=torch.stack(states, dim=1))
 
     # Parts of a call ------------------------------------------------------------------------------------------
 
@@ -190,31 +193,42 @@ class Runner:
 
     def _padded(self, part: LaneBatch) -> LaneBatch:
         short = ROWS - len(part)
-        lanes = np.pad(part.lanes, (0, short), constant_values=len(self.state) - 1)
-        tokens, positions = (np.pad(column, (0, short)) for column in (part.tokens, part.positions))
-        core, boundary = (
-            np.pad(table, ((0, short), (0, 0)), constant_values=SCRATCH) for table in (part.core, part.boundary)
-        )
-        loops = np.pad(part.loops, (0, short), constant_values=1)
+        filling = {"lanes": len(self.state) - 1, "loops": 1, "core": SCRATCH, "boundary": SCRATCH}
         return LaneBatch(
-            lanes=lanes, tokens=tokens, positions=positions, loops=loops, core=core, boundary=boundary
+            **{
+                name: np.pad(values, ((0, short), (0, 0))[: values.ndim], constant_values=filling.get(name, 0))
+                for name, values in vars(part).items()
+            }
+        )
+
+    def _context(self, part: LaneBatch) -> PagedContext:
+        positions = part.positions[:, None]
+        store = self._store(self._places(part.core, positions), self._boundary(part.boundary, positions))
+        if self.policy.keeps != "newest":
+            own = self._tensor(part.positions)
+            store = replace(store, sharing=self.policy, loop=self._tensor(part.loops), own=own)
+        return self._call(positions, part.core.shape[1], store, self._tensor(part.seeds))
+
+    def _call(self, positions: np.ndarray, pages: int, store: PagedStore, seeds: Tensor) -> PagedContext:
+        where = self._where(positions, pages)
+        return PagedContext(
+            position_ids=where.positions, rotary=where.rotary, mask=where.mask, store=NoStore(), past_length=1,
+            state_seed=seeds, pages=store, blocks=len(positions),
         )  # fmt: skip
 
-    def _context(self, part: LaneBatch, decode: bool) -> LoopContext:
-        positions = self._tensor(part.positions)[:, None]
-        boundary = None if part.boundary.shape[1] == 0 else self._places(part.boundary, positions)
-        store = self._store(self._places(part.core, positions), boundary)
-        if decode and self.policy.keeps != "newest":
-            store = replace(store, sharing=self.policy, loop=self._tensor(part.loops), own=positions[:, 0])
-        mask = self._mask(positions, part.core.shape[1])
-        return self._call(positions, mask, store, self.seeds[self._tensor(part.lanes)])
-
-    def _call(self, positions: Tensor, mask: Tensor, store: PagedStore, seeds: Tensor) -> LoopContext:
-        known = positions.clamp(max=len(self.cos) - 1)  # past the end lies only what fills up a prompt's last block
-        return LoopContext(
-            position_ids=known, rotary=(self.cos[known][:, None], self.sin[known][:, None]), mask=mask,
-            store=store, past_length=1, state_seed=seeds,
-        )  # fmt: skip
+    def _where(self, positions: np.ndarray, pages: int) -> _Where:
+        """As in the call before, where that had the same positions [N, S]: lanes stay for several loops."""
+        key = (positions.tobytes(), len(positions), pages)
+        if self._last_where is None or self._last_where.key != key:
+            places = self._tensor(positions)
+            # Past the end lies only what fills up a prompt's last block.
+            known = places.flatten().clamp(max=len(self.cos) - 1)
+            hidden = torch.arange(pages * PAGE, device=self.device) > places[..., None]
+            mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
+            self._last_where = _Where(
+                key=key, positions=known, rotary=(self.cos[known], self.sin[known]), mask=mask[:, None]
+            )
+        return self._last_where
 
     def _store(self, core: Places, boundary: Places | None) -> PagedStore:
         return PagedStore(
@@ -222,26 +236,21 @@ class Runner:
             first=self.config.prelude_layers, layers=self.config.core_layers,
         )  # fmt: skip
 
-    def _places(self, tables: np.ndarray, positions: Tensor) -> Places:
-        """Where tokens at `positions` [N, S] lie in pages `tables` [N, P]."""
-        pages = self._tensor(tables)
-        own = pages.gather(1, positions // PAGE)
-        one_row = len(tables) > 1 and bool((tables == tables[0]).all())
-        return Places(tables=pages[:1] if one_row else pages, write=(own * PAGE + positions % PAGE).flatten())
+    def _boundary(self, tables: np.ndarray, positions: np.ndarray) -> Places | None:
+        return self._places(tables, positions) if tables.shape[1] else None
 
-    def _mask(self, positions: Tensor, pages: int) -> Tensor:
-        """What is added to the scores [N, 1, S, P * PAGE]: tokens after a token's own position are hidden from it."""
-        keys = torch.arange(pages * PAGE, device=self.device)
-        hidden = keys > positions[..., None]
-        return torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)[:, None]
+    def _places(self, tables: np.ndarray, positions: np.ndarray) -> Places:
+        """Where tokens at `positions` [N, S] lie in pages `tables` [N, P]."""
+        own = tables[np.arange(len(tables))[:, None], positions // PAGE]
+        one_row = len(tables) > 1 and bool((tables == tables[0]).all())
+        seen = tables[:1] if one_row else tables
+        return Places(
+            tables=self._tensor(seen.ravel()), write=self._tensor((own * PAGE + positions % PAGE).ravel()),
+            rows=len(seen), blocks=len(tables),
+        )  # fmt: skip
 
     def _embedded(self, tokens: np.ndarray) -> Tensor:
         return self.backbone.embed_tokens(self._tensor(tokens))
-
-    def _given(self, starts: Tensor, rows: range, inputs: Tensor) -> Tensor:
-        given = torch.zeros_like(inputs)
-        given[: len(rows), 0] = starts[rows.start : rows.stop]
-        return given
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
@@ -257,5 +266,8 @@ def _block(blocks: BlockBatch, number: int) -> BlockBatch:
     )  # fmt: skip
 
 
-def _columns(ends: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    return [block for block, _ in ends], [offset for _, offset in ends]
+def _given(starts: Tensor, inputs: Tensor) -> Tensor:
+    """Start states for some, and zeros for the padding."""
+    given = torch.zeros_like(inputs)
+    given[: len(starts)] = starts
+    return given

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from looplm.engine.kv_policies import KVPolicy, kept_loop
 from looplm.models import LoopLMConfig
+from looplm.models.context import LoopContext
 
 PAGE = 16  # tokens; float32 attention on CPU is bit-equal whatever multiple of it the keys are padded to
 
@@ -21,6 +22,8 @@ class Pool:
     def __init__(self, layers: int, pages: int, config: LoopLMConfig, like: Tensor) -> None:
         shape = (layers, pages, PAGE, 2 * config.num_key_value_heads, config.head_dim)
         self.planes = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        self.pages = list(self.planes)  # of each layer [pages, PAGE, 2 G, H]
+        self.tokens = [plane.flatten(0, 1) for plane in self.planes]  # of each layer [pages * PAGE, 2 G, H]
 
     def clear(self, pages: Sequence[int]) -> None:
         """Zeros, for a new owner: what is not a number would reach it even behind a mask."""
@@ -40,26 +43,33 @@ class Pool:
 class Places:
     """Where a call's tokens lie in one pool.
 
-    tables: [N, P], or [1, P] where all blocks are of one row: the pages of that row, in order.
-    write: [N * S], page * PAGE + offset of each token.
+    tables: [rows * P], the pages of each row in order; one row's alone where all `blocks` are of one row
+    write: [blocks * S], page * PAGE + offset of each token.
     """
 
     tables: Tensor
     write: Tensor
+    rows: int
+    blocks: int
 
-    def read(self, plane: Tensor) -> Tensor:
-        """All of the rows' tokens, [N or 1, 2 G, P * PAGE, H], of `plane` [pages, PAGE, 2 G, H]."""
-        rows, pages = self.tables.shape
-        found = plane.index_select(0, self.tables.flatten())
-        return found.view(rows, pages * PAGE, *plane.shape[2:]).transpose(1, 2)
+    def exchange(self, pool: Pool, layer: int, new: Tensor) -> Tensor:
+        """Write the tokens' keys and values [N * S, 2 G, H], and read all of their rows' [N, P * PAGE, 2 G, H]."""
+        pool.tokens[layer].index_copy_(0, self.write, new)
+        return self.read(pool, layer)
+
+    def read(self, pool: Pool, layer: int) -> Tensor:
+        """All of the rows' tokens, for each block [N, P * PAGE, 2 G, H]."""
+        found = pool.pages[layer].index_select(0, self.tables)
+        found = found.view(self.rows, -1, *found.shape[2:])
+        return found if self.rows == self.blocks else found.expand(self.blocks, -1, -1, -1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PagedStore:
-    """The KV seam of one call at one loop (or a loop for each block): writes the call's tokens, reads their rows' all.
+    """The keys and values of one call at one loop (or a loop for each block).
 
-    core, boundary: the pools, and where the call's tokens lie in each · first: the first core layer's number.
-    sharing: the rule by which loops share a slot, None while prefill keeps every loop · loop: [N], with `sharing` only.
+    core, boundary: the pools, and where the call's tokens lie in each · first: the first core layer's number
+    sharing: the rule by which loops share a slot, None while prefill keeps every loop · loop: [N], with `sharing` only
     own: [N], the place of the token itself among its row's tokens, with `sharing` only (S is 1 then).
     """
 
@@ -73,31 +83,38 @@ class PagedStore:
     loop: Tensor | None = None
     own: Tensor | None = None
 
-    def update(self, key: Tensor, value: Tensor, layer: int, loop: int | Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [N, G, S, H] of one layer -> those of their rows [N, G, P * PAGE, H]."""
-        new = torch.cat([key, value], dim=1)
+    def exchange(self, new: Tensor, layer: int) -> Tensor:
+        """Keys, then values [N * S, 2 G, H] of one layer -> those of all tokens of their rows [N, P * PAGE, 2 G, H]."""
         if self.first <= layer < self.first + self.layers:
-            seen = self._core(new, layer - self.first)
-        else:
-            assert self.boundary_places is not None
-            number = layer if layer < self.first else layer - self.layers
-            seen = _exchange(self.boundary.planes[number], self.boundary_places, new)
-        keys, values = seen.chunk(2, dim=1)
-        return keys, values
+            return self._core(new, layer - self.first)
+        assert self.boundary_places is not None
+        number = layer if layer < self.first else layer - self.layers
+        return self.boundary_places.exchange(self.boundary, number, new)
 
     def _core(self, new: Tensor, layer: int) -> Tensor:
-        plane, places = self.core.planes[layer], self.core_places
-        if self.sharing is None or self.sharing.keeps == "newest":
-            return _exchange(plane, places, new)
+        pool, places = self.core, self.core_places
+        if self.sharing is None:
+            return places.exchange(pool, layer, new)
         assert self.loop is not None
         assert self.own is not None
-        flat, now = plane.flatten(0, 1), new[:, :, 0]
-        held, weight = flat[places.write], self.loop.to(now.dtype).reciprocal()[:, None, None]
+        flat = pool.tokens[layer]
+        held, weight = flat[places.write], self.loop.to(new.dtype).reciprocal()[:, None, None]
         first = self.sharing.keeps == "first"
-        flat[places.write] = torch.where(weight == 1, now, held if first else torch.lerp(held, now, weight))
-        seen = places.read(plane)
-        seen[torch.arange(len(now), device=now.device), :, self.own] = now  # a token sees itself as it is
+        flat[places.write] = torch.where(weight == 1, new, held if first else torch.lerp(held, new, weight))
+        seen = places.read(pool, layer)  # decoding has a row for each token, so nothing here is shared
+        seen[torch.arange(len(new), device=new.device), self.own] = new  # a token sees itself as it is
         return seen
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedContext(LoopContext):
+    """What a call of the engine carries: its tokens lie flat, T = `blocks` * S of them, all of one block together.
+
+    position_ids and state_seed: [T] · rotary: [T, 1, width] · mask: [blocks, 1, S, P * PAGE].
+    """
+
+    pages: PagedStore
+    blocks: int
 
 
 def fold(pool: Pool, policy: KVPolicy, pages: Sequence[Sequence[int]]) -> list[int]:
@@ -108,9 +125,3 @@ def fold(pool: Pool, policy: KVPolicy, pages: Sequence[Sequence[int]]) -> list[i
         every = torch.tensor(pages, device=pool.planes.device)
         pool.average(every, every[kept[0] - 1])
     return kept
-
-
-def _exchange(plane: Tensor, places: Places, new: Tensor) -> Tensor:
-    plane.flatten(0, 1).index_copy_(0, places.write, new.transpose(1, 2).flatten(0, 1))
-    seen = places.read(plane)
-    return seen if len(seen) == len(new) else seen.expand(len(new), -1, -1, -1)

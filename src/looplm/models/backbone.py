@@ -16,7 +16,16 @@ from transformers.utils.output_capturing import capture_outputs
 from looplm.models.block import Block
 from looplm.models.conditioning import LoopEmbedding, NoLoopEmbedding
 from looplm.models.config import LoopLMConfig
-from looplm.models.context import AnyCache, Loop, LoopContext, build_context, check_cache, check_paged, is_packed
+from looplm.models.context import (
+    AnyCache,
+    Loop,
+    LoopContext,
+    build_context,
+    by_row,
+    check_cache,
+    check_paged,
+    is_packed,
+)
 from looplm.models.exits import exit_loops
 from looplm.models.injection import build_injection
 from looplm.models.norm import build_norm
@@ -248,7 +257,7 @@ class LoopLMModel(LoopLMPreTrainedModel):
         if not self.config.inject_once:
             return self.injection(state, inputs)
         if isinstance(loop, Tensor):
-            return torch.where((loop == 1)[:, None, None], self.injection(state, inputs), state)
+            return torch.where(by_row(loop == 1, state.ndim), self.injection(state, inputs), state)
         return self.injection(state, inputs) if loop == 1 else state
 
     def _normed(self, state: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from looplm.models.config import LoopLMConfig
-from looplm.models.context import Loop
+from looplm.models.context import Loop, by_row
 from looplm.models.mlp import DampedLinear
 
 
@@ -17,9 +17,9 @@ class LoopEmbedding(nn.Module):
         self.proj = DampedLinear(2 * self.frequencies, config.hidden_size, bias=False)
 
     def forward(self, state: Tensor, loop: Loop) -> Tensor:
-        """state [B, S, D] at 1-based `loop`, one for all rows or one each [B] -> [B, S, D]."""
+        """state [B, ..., D] at 1-based `loop`, one for all rows or one each [B] -> [B, ..., D]."""
         steps = torch.arange(self.frequencies, device=state.device, dtype=torch.float32) / self.frequencies
-        number = loop[:, None, None] if isinstance(loop, Tensor) else loop
+        number = by_row(loop, state.ndim) if isinstance(loop, Tensor) else loop
         angles = number * 10_000.0**-steps
         return state + self.proj(torch.cat([angles.sin(), angles.cos()], dim=-1).to(state.dtype))
 

@@ -20,6 +20,11 @@ Loop = int | Tensor  # 1-based; a tensor [B] gives each row its own
 _PAGED_ARGUMENTS = frozenset(PagedAttentionArgs.__annotations__) | {"seq_idx"}
 
 
+def by_row(values: Tensor, ndim: int) -> Tensor:
+    """One value for each row [B], as a tensor of `ndim` axes [B, 1, ...]."""
+    return values.reshape(-1, *(1,) * (ndim - 1))
+
+
 class KVStore(Protocol):
     """Where keys and values [B, G, S, head_dim] go, and where all of them come back from [B, G, K, head_dim].
 

@@ -30,23 +30,26 @@ def position_gumbel(position_ids: Tensor, size: int, seed: int | Tensor, stream:
 
 
 def position_bits(position_ids: Tensor, size: int, seed: int | Tensor, stream: int | Tensor) -> Tensor:
-    """64 random bits [B, S, size], int64, for positions [B, S] under a seed and a stream, or one of each per row [B].
+    """64 random bits [..., size], int64, of positions [B, S] or [B] under a seed and a stream, or one each a row [B].
 
     Every number is a hash of (seed, stream, position, channel), so nothing is stored, no order of drawing matters, and
     the cost does not depend on the position. Stream 0 is the start state, 1 and up the loops; who draws for another
     purpose takes a negative one.
     """
     channels = torch.arange(size, device=position_ids.device)
-    key = _times(seed, _SEED) + _times(stream, _STREAM)
+    axes = (1,) * position_ids.ndim
+    key = _times(seed, _SEED, axes) + _times(stream, _STREAM, axes)
     if isinstance(key, int):
         key = _signed(key)
     counter = position_ids.long()[..., None] * _signed(0xA0761D6478BD642F) + channels * _signed(0xE7037ED1A0B428DB)
     return _mix(_mix(counter + key) + key)
 
 
-def _times(value: int | Tensor, factor: int) -> int | Tensor:
-    """The int64 product, [B, 1, 1] for a tensor [B]; it wraps alike in both forms."""
-    return value.long()[:, None, None] * _signed(factor) if isinstance(value, Tensor) else _signed(value * factor)
+def _times(value: int | Tensor, factor: int, axes: tuple[int, ...]) -> int | Tensor:
+    """The int64 product, [B, *axes] for a tensor [B]; it wraps alike in both forms."""
+    if isinstance(value, Tensor):
+        return value.long().view(-1, *axes) * _signed(factor)
+    return _signed(value * factor)
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -118,6 +118,7 @@ def _diagonal(engine: Engine, lanes: int) -> LaneBatch:
         positions=np.full(lanes, position), loops=memory.loops - np.arange(lanes),
         core=SCRATCH + 1 + pages % memory.core_pages.num_pages,
         boundary=SCRATCH + 1 + boundary.astype(np.int64) % max(memory.boundary_pages.num_pages, 1),
+        seeds=np.zeros(lanes, dtype=np.int64),
     )  # fmt: skip
 
 
