@@ -54,7 +54,7 @@ class HeldOut:
     """Held-out tokens that a policy is judged by, and what the engine makes to be timed.
 
     by_loop: what each token costs, or whether it is right, at every loop [N, T] · weights: their shares [N]
-    exits: the loop [N] at which each leaves under a policy
+    exits: the loop [N] at which each leaves under a policy · prompts: of the timed completions
     replayed: the timed completions do loops drawn from these exits, since the engine's own tokens are of another
         kind; what asking the policy costs is then not in the seconds. Else the policy is asked for every token.
     """
@@ -70,7 +70,8 @@ class HeldOut:
         """Mean loops, and mean loss or accuracy."""
         exits = self.exits(policy)
         reached = self.by_loop.gather(1, exits[:, None] - 1)[:, 0]
-        mean_loops, measured = (float(self.weights @ values.double()) for values in (exits, reached))
+        total = self.weights.sum()
+        mean_loops, measured = (float(self.weights @ values.double() / total) for values in (exits, reached))
         return mean_loops, measured
 
 
