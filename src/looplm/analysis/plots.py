@@ -10,6 +10,7 @@ from looplm.analysis.exit_curve import DepthPoint
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 _SIZE = (5.0, 3.6)
+_WIDE = (6.6, 3.6)
 
 
 def lines_by_loop(
@@ -66,6 +67,25 @@ def loss_against_loops(curves: Mapping[str, Sequence[Mapping[str, float]]], fixe
         ordered = sorted(points, key=lambda point: point["mean_loops"])
         axes.plot([p["mean_loops"] for p in ordered], [p["loss"] for p in ordered], ".-", color=colour, label=name)
     axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def against_speed(
+    lines: Mapping[str, Sequence[tuple[float, float]]], fixed: Sequence[tuple[float, float]], ylabel: str
+) -> Figure:  # fmt: skip
+    """`ylabel` against tokens a second: a line for each policy's thresholds, squares with their loops for fixed depths.
+
+    The legend stands beside the axes, since lines may run anywhere; past the colours, lines are dashed.
+    """
+    figure, axes = _figure("tokens per second", ylabel)
+    figure.set_size_inches(*_WIDE)
+    axes.plot(*zip(*fixed, strict=True), "s:", color="0.35", label="fixed depth", markersize=8, zorder=3)
+    for loops, point in enumerate(fixed, start=1):
+        axes.annotate(str(loops), point, color="white", fontsize=7, ha="center", va="center", zorder=4)
+    for number, (name, points) in enumerate(lines.items()):
+        style = "o-" if number < len(COLOURS) else "^--"
+        axes.plot(*zip(*points, strict=True), style, color=COLOURS[number % len(COLOURS)], label=name, markersize=4)
+    figure.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize=9, loc="outside right upper")
     return figure
 
 

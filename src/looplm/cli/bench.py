@@ -1,14 +1,13 @@
 """`looplm bench <what>`: measurements of several ways to do one thing, side by side in one run."""
 
-import json
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from looplm.cli.errors import one_line_errors
-from looplm.cli.tables import AsJson, print_rows
+from looplm.cli.tables import AsJson, print_measured
 
 bench = typer.Typer(help="Measure, side by side in one run.", no_args_is_help=True)
 
@@ -29,16 +28,12 @@ def bench_head_loss(
     rows = [asdict(row) for row in measure(tokens, width, vocab, loops, repeats)]
     ours, plain = rows
     ratio = {"time": ours["seconds"] / plain["seconds"], "memory": ours["peak_bytes"] / plain["peak_bytes"]}
-    if as_json:
-        problem = {"tokens": tokens, "width": width, "vocab": vocab, "loops": loops}
-        typer.echo(json.dumps({"problem": problem, "rows": rows, "ratio": ratio}))
-        return
-    console = Console()
-    console.print(
-        f"N = {tokens}, D = {width}, V = {vocab}, T = {loops}, float32, forward and backward", highlight=False
-    )
-    print_rows(console, [row | {"seconds": f"{row['seconds']:.3f}"} for row in rows])
-    console.print(f"chunked / plain: {ratio['time']:.2f} x time, {ratio['memory']:.2f} x memory", highlight=False)
+    print_measured(
+        as_json, {"tokens": tokens, "width": width, "vocab": vocab, "loops": loops}, rows, further={"ratio": ratio},
+        tables=[[row | {"seconds": f"{row['seconds']:.3f}"} for row in rows]],
+        after=[f"chunked / plain: {ratio['time']:.2f} x time, {ratio['memory']:.2f} x memory"],
+        how="float32, forward and backward",
+    )  # fmt: skip
 
 
 @bench.command("jsrr")
@@ -59,23 +54,16 @@ def bench_jsrr(
 
     problem = JsrrProblem(width=width, layers=layers, loops=loops, vocab=vocab, length=length, rows=rows)
     found = [asdict(row) for row in measure(problem, repeats)]
-    if as_json:
-        typer.echo(json.dumps({"problem": asdict(problem), "rows": found, "recommended": RECOMMENDED}))
-        return
-    console = Console()
-    sizes = ", ".join(f"{name}={value}" for name, value in asdict(problem).items())
-    console.print(f"{sizes}, float32, forward, backward and AdamW", highlight=False)
-    print_rows(
-        console,
-        [
-            {"form": row["form"], "seconds": f"{row['seconds']:.3f}"}
-            | {name: f"{row[name]:.2f} x" for name in ("time_ratio", "memory_ratio")}
-            for row in found
-        ],
-    )
-    for row in found[1:]:
-        console.print(f"{row['form']} estimates {row['estimates']}", highlight=False, soft_wrap=True)
-    console.print(f"recommended: {RECOMMENDED}", highlight=False)
+    shown = [
+        {"form": row["form"], "seconds": f"{row['seconds']:.3f}"}
+        | {name: f"{row[name]:.2f} x" for name in ("time_ratio", "memory_ratio")}
+        for row in found
+    ]
+    estimates = [f"{row['form']} estimates {row['estimates']}" for row in found[1:]]
+    print_measured(
+        as_json, asdict(problem), found, further={"recommended": RECOMMENDED}, tables=[shown],
+        after=[*estimates, f"recommended: {RECOMMENDED}"], how="float32, forward, backward and AdamW",
+    )  # fmt: skip
 
 
 @bench.command("train")
@@ -102,29 +90,23 @@ def bench_train(
         "tokens_per_second_over_plain": ours["tokens_per_second"] / plain["tokens_per_second"],
         "memory_over_plain": ours["peak_bytes"] / plain["peak_bytes"],
     }
-    if as_json:
-        typer.echo(json.dumps({"problem": asdict(problem), "rows": found, "ratio": ratio}))
-        return
-    console = Console()
-    sizes = ", ".join(f"{name}={value}" for name, value in asdict(problem).items())
-    console.print(f"{sizes}, float32, forward, backward and AdamW", highlight=False)
-    print_rows(
-        console,
-        [
-            {
-                "model": f"{row['model']} {row['layers']}x{row['loops']}",
-                "parameters": row["parameters"],
-                "GFLOP": f"{row['step_gflops']:.0f}",
-                "seconds": f"{row['seconds']:.3f}",
-                "tokens/s": f"{row['tokens_per_second']:,.0f}",
-                "GFLOP/s": f"{row['gflops_per_second']:.1f}",
-                "peak MB": f"{row['peak_bytes'] / 1e6:,.0f}",
-            }
-            for row in found
-        ],
-    )
-    for name, value in ratio.items():
-        console.print(f"{name.replace('_', ' ')}: {value:.2f} x", highlight=False)
+    shown = [
+        {
+            "model": f"{row['model']} {row['layers']}x{row['loops']}",
+            "parameters": row["parameters"],
+            "GFLOP": f"{row['step_gflops']:.0f}",
+            "seconds": f"{row['seconds']:.3f}",
+            "tokens/s": f"{row['tokens_per_second']:,.0f}",
+            "GFLOP/s": f"{row['gflops_per_second']:.1f}",
+            "peak MB": f"{row['peak_bytes'] / 1e6:,.0f}",
+        }
+        for row in found
+    ]
+    print_measured(
+        as_json, asdict(problem), found, further={"ratio": ratio}, tables=[shown],
+        after=[f"{name.replace('_', ' ')}: {value:.2f} x" for name, value in ratio.items()],
+        how="float32, forward, backward and AdamW",
+    )  # fmt: skip
 
 
 @bench.command("engine")
@@ -138,30 +120,55 @@ def bench_engine(
     requests: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 32,
     prompt: Annotated[int, typer.Option(min=2, help="Tokens of a prompt, about.")] = 16,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of a completion.")] = 48,
+    mixed: Annotated[
+        bool, typer.Option("--mixed/--same", help="Completions of a quarter to seven quarters of that, or all alike.")
+    ] = False,
     against: Annotated[str | None, typer.Option(help="file.py:factory, factory(folder)(prompts, n) -> tokens.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 3,
     as_json: AsJson = False,
 ) -> None:
     """The engine at replayed depths, at fixed depth, transformers' generate, and any other callable."""
-    from looplm.studies.bench_engine import EngineProblem, flop_bound, measure_engine
+    from looplm.studies.bench_engine import EngineProblem, measure_engine
 
     problem = EngineProblem(
-        width=width, layers=layers, loops=loops, vocab=vocab, rows=rows, requests=requests, prompt=prompt, tokens=tokens
-    )
+        width=width, layers=layers, loops=loops, vocab=vocab, rows=rows, requests=requests, prompt=prompt,
+        tokens=tokens, mixed=mixed,
+    )  # fmt: skip
     found = [asdict(row) for row in measure_engine(problem, repeats, against)]
-    by_way = {row["way"]: row["seconds"] for row in found}
-    bound = flop_bound(problem)
-    ratio = {f"{name} / fixed depth": seconds / by_way["fixed depth"] for name, seconds in by_way.items()}
-    gain = by_way["fixed depth"] / by_way["replayed depths"]
-    if as_json:
-        typer.echo(json.dumps({"problem": asdict(problem), "rows": found, "ratio": ratio, "bound": bound}))
-        return
-    console = Console()
-    print_rows(console, [{name: _short(value) for name, value in row.items()} for row in found])
-    console.print(
-        f"replayed depths: {gain:.2f} x the speed of fixed depth, {gain / bound:.0%} of the FLOP bound {bound:.2f} x",
-        highlight=False,
-    )
+    by_way = {row["way"]: row for row in found}
+    full, replayed = by_way["fixed depth"], by_way["replayed depths"]
+    ratio = {f"{name} / fixed depth": row["seconds"] / full["seconds"] for name, row in by_way.items()}
+    print_measured(
+        as_json, asdict(problem), found, further={"ratio": ratio},
+        tables=[[_speed(row) for row in found], [_waits(row) for row in found]],
+        after=[
+            f"replayed depths: {full['seconds'] / replayed['seconds']:.2f} x the speed of fixed depth, "
+            f"{replayed['of_flop_bound']:.0%} of the FLOP bound {replayed['flop_bound']:.2f} x"
+        ],
+        how="float32",
+    )  # fmt: skip
+
+
+def _speed(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "way": row["way"],
+        "tokens/s": row["tokens_per_second"],
+        "loops": row["mean_loops"],
+        "GFLOP": row["gflops"],
+        "bound": f"{row['flop_bound']:.2f} x",
+        "of it": f"{row['of_flop_bound']:.0%}",
+        "FLOP/s": f"{row['of_flop_rate']:.0%}",
+        "streamed": f"{row['streamed']:.0%}",
+    }
+
+
+def _waits(row: dict[str, Any]) -> dict[str, Any]:
+    """Median and 95 %."""
+    names = {"first_token": "first token", "request": "request", "between_tokens": "between"}
+    return {"way": row["way"]} | {
+        f"{shown}, ms": f"{row[name]['p50']:,.0f}, {row[name]['p95']:,.0f}" if row[name] else ""
+        for name, shown in names.items()
+    }
 
 
 @bench.command("speculate")
@@ -183,11 +190,46 @@ def bench_speculate(
         asdict(row)
         for row in measure_speculation(checkpoint, text, prompts, tokens, temperature, deterministic, repeats)
     ]
-    if as_json:
-        typer.echo(json.dumps({"checkpoint": checkpoint, "tokens": prompts * tokens, "rows": found}))
-        return
-    print_rows(Console(), [{name: _short(value) for name, value in row.items()} for row in found])
+    print_measured(as_json, {"checkpoint": checkpoint, "tokens": prompts * tokens}, found)
 
 
-def _short(value: object) -> object:
-    return f"{value:.3g}" if isinstance(value, float) else value
+@bench.command("policies")
+@one_line_errors
+def bench_policies(
+    checkpoint: Annotated[str, typer.Argument(help="A trained checkpoint or run folder.")],
+    text: Annotated[
+        str | None, typer.Argument(help="Held-out text; what built-in recipes hold out of Python's manual by default.")
+    ] = None,
+    questions: Annotated[bool, typer.Option(help="Accuracy on the demo's held-out questions, not loss.")] = False,
+    policy: Annotated[list[str] | None, typer.Option(help="exit_cdf, margin, ...; may be given again.")] = None,
+    points: Annotated[int, typer.Option(min=1, help="Thresholds of each policy.")] = 4,
+    requests: Annotated[int, typer.Option(min=1, help="Completions to time.")] = 16,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 64,
+    rows: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 16,
+    text_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text to judge by.")] = 4096,
+    plot: Annotated[Path | None, typer.Option(help="Where to draw it: a file .svg, .png or .pdf.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Depth policies on a trained model: loss or accuracy against mean loops and the engine's tokens a second."""
+    from looplm.cli.policies import measure_policies
+    from looplm.studies.bench_policies import PoliciesProblem
+
+    problem = PoliciesProblem(requests=requests, tokens=tokens, rows=rows, points=points, families=tuple(policy or ()))
+    measure, found = measure_policies(checkpoint, text, questions, text_tokens, problem, plot, repeats)
+    described = {
+        "checkpoint": checkpoint, "text": text, "text_tokens": text_tokens, "measure": measure, **asdict(problem)
+    }  # fmt: skip
+    shown = [
+        {
+            "policy": row.policy,
+            "threshold": row.threshold,
+            "loops": row.mean_loops,
+            measure: f"{row.measured:.4f}",
+            "loops made": row.made_loops,
+            "tokens/s": row.tokens_per_second,
+        }
+        for row in found
+    ]
+    drawn = [] if plot is None else [f"plot: {plot}"]
+    print_measured(as_json, described, [asdict(row) for row in found], tables=[shown], after=drawn)

@@ -21,12 +21,34 @@ _LOGITS = 36.0  # gates saturate: thresholds as near to 0 and to 1 as float64 te
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Policies that differ in one threshold: from the one that leaves earliest to the one that leaves latest."""
+    """Policies that differ in one threshold: from the one that leaves earliest to the one that leaves latest.
+
+    floor: the loops that no token leaves before, unless a caller says otherwise.
+    """
 
     make: Callable[..., DepthPolicy]
     threshold: str
     earliest: float
     latest: float
+    floor: int = 1
+
+    def policy(self, threshold: float, min_loops: int | None = None) -> DepthPolicy:
+        """The one with this threshold."""
+        return self.make(**{self.threshold: threshold}, min_loops=self.floor if min_loops is None else min_loops)
+
+    def nearest(self, reached: Callable[[DepthPolicy], bool], min_loops: int | None = None) -> float:
+        """The threshold nearest to the earliest whose policy has `reached` what later ones reach, too, by halving;
+        the latest where none has."""
+        if reached(self.policy(self.earliest, min_loops)):
+            return self.earliest
+        early, late = 0.0, 1.0
+        for _ in range(_STEPS):
+            middle = (early + late) / 2
+            if reached(self.policy(self.between(middle), min_loops)):
+                late = middle
+            else:
+                early = middle
+        return self.between(late)
 
     def between(self, part: float) -> float:
         """The threshold at a part from 0, the earliest, to 1, the latest: even in logits, or in decades."""
@@ -41,7 +63,7 @@ class Family:
 
 FAMILIES = {
     "exit_cdf": Family(make=ExitCDF, threshold="q", earliest=0.0, latest=1.0),
-    "gate_above": Family(make=GateAbove, threshold="threshold", earliest=1e-12, latest=1 - 1e-12),
+    "gate_above": Family(make=GateAbove, threshold="threshold", earliest=1e-12, latest=1 - 1e-12, floor=2),
     "state_converged": Family(make=StateConverged, threshold="eps", earliest=10.0, latest=1e-6),
     "step_below": Family(make=StepBelow, threshold="eps", earliest=1e6, latest=1e-6),
     "cosine_converged": Family(make=CosineConverged, threshold="eps", earliest=2.0, latest=1e-9),
@@ -69,10 +91,9 @@ class Calibration:
 
     def policy(self) -> DepthPolicy:
         """The policy itself."""
-        return _policy(self.family, self.threshold, self.min_loops)
+        return FAMILIES[self.family].policy(self.threshold, self.min_loops)
 
 
-@torch.no_grad()
 def calibrate(
     model: LoopLMForCausalLM, rows: Tensor, family: str, *, target_loops: float | None = None,
     target_loss: float | None = None, min_loops: int | None = None, max_loops: int | None = None, batch: int = 4,
@@ -90,27 +111,24 @@ def calibrate(
         raise ValueError(f"policy '{family}' has no threshold to find; choose one of {', '.join(FAMILIES)}")
     if (target_loops is None) == (target_loss is None):
         raise ValueError("give exactly one of target_loops and target_loss")
-    loops = model.config.loops if max_loops is None else max_loops
-    floor = _default_floor(family) if min_loops is None else min_loops
-    parts = [_Part(model, part, loops) for part in rows.split(batch)]
-    losses = torch.cat([part.losses for part in parts])
+    kind, loops = FAMILIES[family], model.config.loops if max_loops is None else max_loops
+    floor = kind.floor if min_loops is None else min_loops
+    text = ReadText(model, rows, loops, batch)
 
-    def outcome(threshold: float) -> tuple[float, float]:
-        policy = _policy(family, threshold, floor)
-        policy.check_model(model.config, loops)
-        exits = torch.cat([part.exits(policy) for part in parts])
-        return exits.double().mean().item(), losses.gather(1, exits[:, None] - 1).double().mean().item()
+    def outcome(policy: DepthPolicy) -> tuple[float, float]:
+        exits = text.exits(policy)
+        return exits.double().mean().item(), text.losses.gather(1, exits[:, None] - 1).double().mean().item()
 
-    def reached(threshold: float) -> bool:
-        mean_loops, loss = outcome(threshold)
+    def reached(policy: DepthPolicy) -> bool:
+        mean_loops, loss = outcome(policy)
         return mean_loops >= target_loops if target_loops is not None else loss <= (target_loss or 0.0)
 
-    threshold = _search(FAMILIES[family], reached)
-    mean_loops, loss = outcome(threshold)
-    _check_reached(mean_loops, loss, target_loops, target_loss, outcome(FAMILIES[family].earliest))
+    threshold = kind.nearest(reached, floor)
+    mean_loops, loss = outcome(kind.policy(threshold, floor))
+    _check_reached(mean_loops, loss, target_loops, target_loss, outcome(kind.policy(kind.earliest, floor)))
     return Calibration(
         family=family, threshold=threshold, min_loops=floor, max_loops=loops, mean_loops=mean_loops, loss=loss,
-        loss_by_loop=losses.double().mean(0).tolist(), tokens=len(losses),
+        loss_by_loop=text.losses.double().mean(0).tolist(), tokens=len(text.losses),
     )  # fmt: skip
 
 
@@ -136,6 +154,27 @@ def load_calibration(folder: str | Path) -> Calibration:
         raise ValueError(f"{path} is damaged ({error}); make it again with `looplm calibrate`") from error
 
 
+class ReadText:
+    """Text [B, S] with all loops run, `batch` rows at once, of which any policy's exits can be told.
+
+    losses: nats [R, T] of each of the R = B (S - 1) tokens with a successor, read at each loop.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: LoopLMForCausalLM, rows: Tensor, loops: int, batch: int = 4) -> None:
+        self._parts = [_Part(model, part, loops) for part in rows.split(batch)]
+        self.losses = torch.cat([part.losses for part in self._parts])
+
+    @torch.no_grad()
+    def exits(self, policy: DepthPolicy) -> Tensor:
+        """The loop [R] at which each token leaves.
+
+        Raises:
+            ValueError: if the model has not what the policy looks at.
+        """
+        return torch.cat([part.exits(policy) for part in self._parts])
+
+
 class _Part:
     """What policies may see of some rows, all loops run; [R] counts their tokens with a successor."""
 
@@ -150,6 +189,7 @@ class _Part:
 
     def exits(self, policy: DepthPolicy) -> Tensor:
         """The loop [R] at which each token leaves."""
+        policy.check_model(self.model.config, self.loops)
         steps = self._steps()
         last = torch.full((len(self.losses),), min(self.loops, policy.deepest(self.loops)))
         return first_exits(policy, steps, last)
@@ -176,20 +216,6 @@ def _flat(states: Tensor) -> Tensor:
     return states[:, :-1].flatten(0, 1)
 
 
-def _search(family: Family, reached: Callable[[float], bool]) -> float:
-    """The threshold nearest to the earliest that is deep enough, by halving."""
-    if reached(family.earliest):
-        return family.earliest
-    early, late = 0.0, 1.0
-    for _ in range(_STEPS):
-        middle = (early + late) / 2
-        if reached(family.between(middle)):
-            late = middle
-        else:
-            early = middle
-    return family.between(late)
-
-
 def _check_reached(
     mean_loops: float, loss: float, target_loops: float | None, target_loss: float | None, least: tuple[float, float]
 ) -> None:
@@ -199,12 +225,3 @@ def _check_reached(
         )
     if target_loss is not None and loss > target_loss:
         raise ValueError(f"target_loss={target_loss} is not to be had: the latest exit costs {loss:.4f} nats a token")
-
-
-def _policy(family: str, threshold: float, min_loops: int) -> DepthPolicy:
-    kind = FAMILIES[family]
-    return kind.make(**{kind.threshold: threshold}, min_loops=min_loops)
-
-
-def _default_floor(family: str) -> int:
-    return 2 if family == "gate_above" else 1

@@ -1,21 +1,23 @@
 """Benchmark: the engine at replayed depths, at fixed depth, transformers' generate, and any other callable."""
 
 import importlib.util
+import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from looplm.engine import DepthPolicy, Engine, ExitCDF, FixedLoops, SamplingParams
 from looplm.models import LoopLMConfig, LoopLMForCausalLM, save
-from looplm.models.accounting import flops_by_part
+from looplm.models.accounting import flops_per_token
 from looplm.studies.timing import seconds_in_turn
 
 Generate = Callable[[list[list[int]], int], list[list[int]]]
@@ -27,6 +29,7 @@ class EngineProblem:
 
     Prompts are `prompt` / 2 to 3 `prompt` / 2 tokens long where there are several. Replayed depths are drawn uniformly
     from 1 to `loops`.
+    mixed: completions are of `tokens` / 4 to 7 `tokens` / 4 tokens, drawn uniformly, instead of `tokens` each.
     """
 
     width: int = 512
@@ -37,6 +40,7 @@ class EngineProblem:
     requests: int = 32
     prompt: int = 16
     tokens: int = 48
+    mixed: bool = False
     head_dim: int = 64
 
     def config(self) -> LoopLMConfig:
@@ -59,19 +63,41 @@ class EngineProblem:
         lengths = [choice.randint(self.prompt - half, self.prompt + half) for _ in range(self.requests)]
         return [[choice.randrange(self.vocab) for _ in range(length)] for length in lengths]
 
+    def lengths(self) -> list[int]:
+        """How many tokens each request asks for."""
+        if not self.mixed:
+            return [self.tokens] * self.requests
+        choice = random.Random(2)
+        return [choice.randint(max(1, self.tokens // 4), 7 * self.tokens // 4) for _ in range(self.requests)]
+
     def depths(self) -> list[list[int]]:
         """The loops of every token of every request."""
         choice = random.Random(1)
-        return [[choice.randint(1, self.loops) for _ in range(self.tokens)] for _ in range(self.requests)]
+        return [[choice.randint(1, self.loops) for _ in range(length)] for length in self.lengths()]
+
+    def full_depths(self) -> list[list[int]]:
+        """All loops for every token of every request."""
+        return [[self.loops] * length for length in self.lengths()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Percentiles:
+    """Milliseconds that half and 95 % of the cases stay within."""
+
+    p50: float
+    p95: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRow:
-    """One way to make the tokens: median seconds, and what a user sees of them.
+    """One way to make the tokens that were asked for: median seconds, and what a user sees of them.
 
-    p50_ms, p95_ms: of the time from one token of a request to its next (empty for what gives all tokens at once)
-    gflops: that these tokens need, prompts included · streamed: weights read a second, as a share of what reading them
-    alone attains in the same run (meaningful with one row).
+    gflops: that these tokens need, prompts at full depth included
+    flop_bound: the speed over fixed depth that they allow · of_flop_bound: the share of it attained
+    of_flop_rate: FLOPs a second, as a share of those of bare matrix products of the same shapes with `rows` rows
+    streamed: weights read a second, as a share of what reading them alone attains (meaningful with one row).
+    first_token, request: from the submission of all requests to a request's first token, and to its last
+    between_tokens: from one token of a request to its next; None for what gives all tokens at once.
     """
 
     way: str
@@ -79,23 +105,51 @@ class EngineRow:
     tokens_per_second: float
     mean_loops: float
     gflops: float
-    p50_ms: float | None
-    p95_ms: float | None
+    flop_bound: float
+    of_flop_bound: float
+    of_flop_rate: float
     streamed: float
+    first_token: Percentiles
+    request: Percentiles
+    between_tokens: Percentiles | None
+
+
+@dataclass
+class _Waits:
+    """Seconds that users waited in one round."""
+
+    first: list[float] = field(default_factory=list)
+    request: list[float] = field(default_factory=list)
+    between: list[float] = field(default_factory=list)
 
 
 @dataclass
 class _Way:
-    work: Callable[[], list[float]]
-    mean_loops: float
-    gaps: list[list[float]] = field(default_factory=list)  # of each round, the one that warms up included
+    work: Callable[[], _Waits]
+    depths: list[list[int]]
+    rounds: list[_Waits] = field(default_factory=list)  # the one that warms up included
 
     def run(self) -> None:
-        self.gaps.append(self.work())
+        self.rounds.append(self.work())
+
+    def waits(self, of: Callable[[_Waits], list[float]]) -> list[float]:
+        return [seconds for timed in self.rounds[1:] for seconds in of(timed)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Limits:
+    """What the machine gives in this run: bytes and FLOPs a second of the model's bare matrix products."""
+
+    bytes_per_second: float
+    flops_per_second: float
 
 
 def measure_engine(problem: EngineProblem, repeats: int, against: str | None = None) -> list[EngineRow]:
-    """All ways in turn, `repeats` times after a warm-up; `against` names another one, as in `load_callable`."""
+    """All ways in turn, `repeats` times after a warm-up; `against` names another one, as in `load_callable`.
+
+    The engine refills; transformers and the other way run every batch to its longest completion, of which only the
+    tokens asked for count.
+    """
     model = problem.model()
     with TemporaryDirectory() as folder:
         if against is None:
@@ -109,15 +163,23 @@ def _measure(
 ) -> list[EngineRow]:  # fmt: skip
     ways = _ways(problem, model, against)
     seconds = seconds_in_turn({name: way.run for name, way in ways.items()}, repeats)
-    limit = streaming_limit(model)
-    return [_row(problem, model, name, way, statistics.median(seconds[name]), limit) for name, way in ways.items()]
+    medians = {name: statistics.median(seconds[name]) for name in ways}
+    limits = _Limits(bytes_per_second=streaming_limit(model), flops_per_second=flop_rate(model, problem.rows))
+    return [_row(problem, model, name, ways, medians, limits) for name in ways]
 
 
-def flop_bound(problem: EngineProblem) -> float:
-    """(F0 + r_max Fr) / (F0 + d Fr), prompts at full depth included: what replaying depths can gain at best."""
-    mean = statistics.mean(depth for depths in problem.depths() for depth in depths)
-    config = problem.config()
-    return _gflops(problem, config, problem.loops) / _gflops(problem, config, mean)
+def needed_flops(problem: EngineProblem, depths: Sequence[Sequence[int]]) -> int:
+    """Of all prompts at full depth and of tokens that do so many loops; each sees the text before it.
+
+    A completion's first token is read from its prompt's last, so it costs its reading alone.
+    """
+    config, total = problem.config(), 0
+    head = 2 * config.hidden_size * config.vocab_size
+    for prompt, own in zip(problem.prompts(), depths, strict=True):
+        visits = [problem.loops] * len(prompt) + list(own[1:])
+        total += sum(flops_per_token(config, loops, position) for position, loops in enumerate(visits, start=1))
+        total -= (len(visits) - len(own)) * head
+    return total
 
 
 def load_callable(place: str) -> Callable[[Path], Generate]:
@@ -137,103 +199,125 @@ def load_callable(place: str) -> Callable[[Path], Generate]:
     return getattr(module, name)
 
 
+def streaming_limit(model: LoopLMForCausalLM) -> float:
+    """Bytes a second at which the core's matrices can be read: each multiplied by one vector."""
+    weights = _matrices(model.model.core)
+    return sum(weight.numel() * weight.element_size() for weight in weights) / _fastest(weights, rows=1)
+
+
+def flop_rate(model: LoopLMForCausalLM, rows: int) -> float:
+    """FLOPs a second of a token's matrix products at full depth, head included, for `rows` tokens at once."""
+    weights = [*_matrices(model.model.core) * model.config.loops, model.lm_head.weight]
+    return 2 * rows * sum(weight.numel() for weight in weights) / _fastest(weights, rows)
+
+
+def _matrices(module: nn.Module) -> list[Tensor]:
+    return [part.weight for part in module.modules() if isinstance(part, nn.Linear)]
+
+
 @torch.no_grad()
-def streaming_limit(model: LoopLMForCausalLM, rounds: int = 5) -> float:
-    """Bytes a second at which the core's matrices can be read: the best of two ways to multiply each by one vector."""
-    weights = [module.weight for module in model.model.core.modules() if isinstance(module, nn.Linear)]
-    ones = {weight.shape[1]: torch.ones(1, weight.shape[1], dtype=weight.dtype) for weight in weights}
-    ways = (lambda weight, x: F.linear(x, weight), lambda weight, x: torch.mv(weight, x[0]))
-    best = 0.0
+def _fastest(weights: Sequence[Tensor], rows: int, rounds: int = 5) -> float:
+    """Seconds to multiply each matrix with so many vectors, by the better of two ways."""
+    ones = {weight.shape[1]: torch.ones(rows, weight.shape[1], dtype=weight.dtype) for weight in weights}
+    ways = (lambda weight, x: F.linear(x, weight), lambda weight, x: weight @ (x[0] if rows == 1 else x.T))
+    best = math.inf
     for way in ways:
         for _ in range(rounds):
             began = time.perf_counter()
             for weight in weights:
                 way(weight, ones[weight.shape[1]])
-            read = sum(weight.numel() * weight.element_size() for weight in weights)
-            best = max(best, read / (time.perf_counter() - began))
+            best = min(best, time.perf_counter() - began)
     return best
 
 
 def _ways(problem: EngineProblem, model: LoopLMForCausalLM, against: Generate | None) -> dict[str, _Way]:
-    prompts, depths = problem.prompts(), problem.depths()
-    mean = statistics.mean(depth for own in depths for depth in own)
-    full = float(problem.loops)
+    longest = max(map(len, problem.prompts())) + max(problem.lengths())
+    engine = Engine(model, max_rows=problem.rows, max_length=longest)
+    full, drawn = problem.full_depths(), problem.depths()
+    fixed, nothing = FixedLoops(problem.loops), [()] * problem.requests
     ways = {
-        "fixed depth": _Way(lambda: _run(problem, model, prompts, FixedLoops(problem.loops), None), full),
-        "gate asked, never leaving": _Way(lambda: _run(problem, model, prompts, ExitCDF(1.0), None), full),
-        "replayed depths": _Way(lambda: _run(problem, model, prompts, FixedLoops(problem.loops), depths), mean),
-        "transformers generate": _Way(lambda: _generate(problem, model, prompts), full),
+        "fixed depth": _Way(partial(_run, problem, engine, fixed, nothing), full),
+        "gate asked, never leaving": _Way(partial(_run, problem, engine, ExitCDF(1.0), nothing), full),
+        "replayed depths": _Way(partial(_run, problem, engine, fixed, drawn), drawn),
+        "transformers generate": _Way(partial(_in_batches, problem, partial(_transformers, model)), full),
     }
     if against is not None:
-        ways["other"] = _Way(lambda: _other(against, problem, prompts), full)
+        ways["other"] = _Way(partial(_in_batches, problem, against), full)
     return ways
 
 
 def _run(
-    problem: EngineProblem, model: LoopLMForCausalLM, prompts: Sequence[list[int]], depth: DepthPolicy,
-    replay: Sequence[list[int]] | None,
-) -> list[float]:  # fmt: skip
-    """The seconds between the tokens of each request."""
-    engine = Engine(model, depth=depth, max_rows=problem.rows, max_length=2 * problem.prompt + problem.tokens)
-    params = SamplingParams(max_tokens=problem.tokens, ignore_eos=True)
-    for number, prompt in enumerate(prompts):
-        engine.submit(prompt, params, replay=() if replay is None else replay[number])
-    last: dict[int, float] = {}
-    gaps = []
+    problem: EngineProblem, engine: Engine, depth: DepthPolicy, replay: Sequence[Sequence[int]]
+) -> _Waits:  # fmt: skip
+    engine.forget_prefixes()
+    waits, began, last = _Waits(), time.perf_counter(), dict[int, float]()
+    for prompt, length, loops in zip(problem.prompts(), problem.lengths(), replay, strict=True):
+        engine.submit(prompt, SamplingParams(max_tokens=length, ignore_eos=True), depth=depth, replay=loops)
     while engine.busy:
         events = engine.tick()
         now = time.perf_counter()
         for event in events:
-            if event.token is not None:
-                if event.number in last:
-                    gaps.append(now - last[event.number])
-                last[event.number] = now
-    return gaps
+            if event.completion is not None:
+                assert event.completion.error is None, event.completion.error
+                waits.request.append(now - began)
+            elif event.number in last:
+                waits.between.append(now - last[event.number])
+            else:
+                waits.first.append(now - began)
+            last[event.number] = now
+    return waits
+
+
+def _in_batches(problem: EngineProblem, generate: Generate) -> _Waits:
+    """Batches of `rows` in order, one after the other, each to its longest completion."""
+    prompts, lengths = problem.prompts(), problem.lengths()
+    waits, began = _Waits(), time.perf_counter()
+    for first in range(0, problem.requests, problem.rows):
+        batch = prompts[first : first + problem.rows]
+        longest = max(lengths[first : first + problem.rows])
+        made = generate(batch, longest)
+        if [len(tokens) for tokens in made] != [longest] * len(batch):
+            raise ValueError(f"the other way made {[len(tokens) for tokens in made]} tokens, not {longest} each")
+        waits.request += [time.perf_counter() - began] * len(batch)
+    waits.first = waits.request
+    return waits
 
 
 @torch.no_grad()
-def _generate(problem: EngineProblem, model: LoopLMForCausalLM, prompts: Sequence[list[int]]) -> list[float]:
-    """Left-padded batches of `rows`, one after the other: how transformers is used."""
-    for first in range(0, len(prompts), problem.rows):
-        batch = prompts[first : first + problem.rows]
-        length = max(map(len, batch))
-        ids = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in batch])
-        mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in batch])
-        model.generate(
-            ids, attention_mask=mask, max_new_tokens=problem.tokens, min_new_tokens=problem.tokens, do_sample=False
-        )
-    return []
-
-
-def _other(against: Generate, problem: EngineProblem, prompts: Sequence[list[int]]) -> list[float]:
-    for first in range(0, len(prompts), problem.rows):
-        batch = list(prompts[first : first + problem.rows])
-        made = against(batch, problem.tokens)
-        if [len(tokens) for tokens in made] != [problem.tokens] * len(batch):
-            raise ValueError(f"the other way made {[len(tokens) for tokens in made]} tokens, not {problem.tokens} each")
-    return []
+def _transformers(model: LoopLMForCausalLM, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    """A left-padded batch: how transformers is used."""
+    length = max(map(len, prompts))
+    ids = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    made = model.generate(ids, attention_mask=mask, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+    return made[:, length:].tolist()
 
 
 def _row(
-    problem: EngineProblem, model: LoopLMForCausalLM, name: str, way: _Way, seconds: float, limit: float
+    problem: EngineProblem, model: LoopLMForCausalLM, name: str, ways: dict[str, _Way], medians: dict[str, float],
+    limits: _Limits,
 ) -> EngineRow:  # fmt: skip
-    made = problem.requests * problem.tokens
-    gaps = sorted(gap for timed in way.gaps[1:] for gap in timed)
-    core = sum(p.numel() * p.element_size() for p in model.model.core.parameters())
-    head = model.lm_head.weight.numel() * model.lm_head.weight.element_size()
-    read = made * (way.mean_loops * core + head) / problem.rows
+    way, seconds, asked = ways[name], medians[name], sum(problem.lengths())
+    flops = needed_flops(problem, way.depths)
+    bound = needed_flops(problem, problem.full_depths()) / flops
+    mean_loops = sum(map(sum, way.depths)) / asked
+    core = _bytes(model.model.core.parameters())
+    read = asked * (mean_loops * core + _bytes([model.lm_head.weight])) / problem.rows
+    between = way.waits(lambda waits: waits.between)
     return EngineRow(
-        way=name, seconds=seconds, tokens_per_second=made / seconds, mean_loops=way.mean_loops,
-        gflops=_gflops(problem, model.config, way.mean_loops),
-        p50_ms=1e3 * gaps[len(gaps) // 2] if gaps else None,
-        p95_ms=1e3 * gaps[int(0.95 * len(gaps))] if gaps else None, streamed=read / seconds / limit,
+        way=name, seconds=seconds, tokens_per_second=asked / seconds, mean_loops=mean_loops, gflops=flops / 1e9,
+        flop_bound=bound, of_flop_bound=medians["fixed depth"] / seconds / bound,
+        of_flop_rate=flops / seconds / limits.flops_per_second, streamed=read / seconds / limits.bytes_per_second,
+        first_token=_percentiles(way.waits(lambda waits: waits.first)),
+        request=_percentiles(way.waits(lambda waits: waits.request)),
+        between_tokens=_percentiles(between) if between else None,
     )  # fmt: skip
 
 
-def _gflops(problem: EngineProblem, config: LoopLMConfig, mean_loops: float) -> float:
-    """Of all prompts at full depth and all tokens at a mean depth; each token sees half of the longest text."""
-    part = flops_by_part(config, context_length=problem.prompt + problem.tokens // 2)
-    once = part["prelude"] + part["coda"] + part["head"]
-    loop = part["core"] + part["gate"] + part["injection"]
-    prompt = problem.requests * problem.prompt * (once - part["head"] + problem.loops * loop)
-    return (prompt + problem.requests * problem.tokens * (once + mean_loops * loop)) / 1e9
+def _percentiles(waits: Sequence[float]) -> Percentiles:
+    ordered = sorted(1e3 * seconds for seconds in waits)
+    return Percentiles(p50=ordered[len(ordered) // 2], p95=ordered[int(0.95 * len(ordered))])
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
