@@ -6,6 +6,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from looplm.engine.flight import Flight, Stats
+from looplm.engine.graphs import cuda_graph
 from looplm.engine.intake import Intake, Options, Prompt
 from looplm.engine.kv_policies import KVPolicy, kv_policy, recomputes
 from looplm.engine.memory import Memory
@@ -35,6 +36,8 @@ class Engine:
         deterministic: computes calls of exactly 16 rows, so that on CPU a request's tokens and loops are bit-equal
             whatever runs beside it; else they may differ at near-ties, which `stats` counts.
         speculate: lets tokens enter before their predecessor is final; changes no token, but for near-ties.
+        cuda_graphs: replays the core step as recorded graphs, one for each power of two of rows and of pages; needs a
+            GPU. What it records is tested on CPU, the recording itself has not been run on a GPU yet.
         seed: of requests that bring none.
     """
 
@@ -42,12 +45,14 @@ class Engine:
         self, model: LoopLMForCausalLM, tokenizer: PreTrainedTokenizerBase | None = None, *,
         depth: DepthPolicy | None = None, kv: str | KVPolicy = "full", loops: int | None = None, max_rows: int = 16,
         max_length: int = 2048, kv_bytes: int = 2**30, prefill_tokens: int = 512, min_readout: int = 1,
-        deterministic: bool = False, speculate: Speculation | None = None, seed: int = 0,
+        deterministic: bool = False, speculate: Speculation | None = None, cuda_graphs: bool = False, seed: int = 0,
     ) -> None:  # fmt: skip
         policy, loops = kv_policy(kv), model.config.loops if loops is None else loops
         _check_sizes(model, loops=loops, max_rows=max_rows, max_length=max_length, min_readout=min_readout)
         depth = FixedLoops(loops) if depth is None else depth
         depth.check_model(model.config, loops)
+        if cuda_graphs and model.device.type != "cuda":
+            raise ValueError(f"cuda_graphs needs a model on a GPU; this one is on '{model.device}'")
         if speculate is not None:
             speculate.check(policy, loops)
         width = 1 if speculate is None else speculate.width_at(loops)
@@ -55,7 +60,10 @@ class Engine:
         lanes = max_rows * (max_length if recomputes(policy) else width)
         memory = Memory(model.config, model.lm_head.weight, policy, loops, max_rows, max_length, kv_bytes)
         self.memory, self.scheduler = memory, Scheduler(memory, max_rows, width, lanes)
-        self.runner = Runner(model, lanes, max_length, memory.core, memory.boundary, policy, deterministic)
+        self.runner = Runner(
+            model, lanes, max_length, memory.core, memory.boundary, policy, deterministic,
+            capture=cuda_graph if cuda_graphs else None,
+        )  # fmt: skip
         self.intake = Intake(
             config=model.config, tokenizer=tokenizer, memory=memory, depth=depth, loops=loops,
             max_length=max_length, seed=seed, speculates=speculate is not None,

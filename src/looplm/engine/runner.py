@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from looplm.engine.graphs import Capture, CoreCall, StepGraphs, bucket
 from looplm.engine.kernels import Projection, for_decoding
 from looplm.engine.kv_policies import KVPolicy
-from looplm.engine.pages import SCRATCH
+from looplm.engine.pages import BLANK, SCRATCH
 from looplm.engine.store import PAGE, PagedContext, PagedStore, Places, Pool
 from looplm.models import LoopLMForCausalLM
 from looplm.models.context import LoopContext, NoStore
@@ -74,7 +75,6 @@ class PromptEnds:
 class _Where:
     """What follows from positions alone, for a call of flat tokens [T]."""
 
-    key: tuple[bytes, int, int]
     positions: Tensor
     rotary: Tables
     mask: Tensor
@@ -85,7 +85,7 @@ class Runner:
 
     def __init__(
         self, model: LoopLMForCausalLM, num_lanes: int, max_length: int, core: Pool, boundary: Pool,
-        policy: KVPolicy, deterministic: bool,
+        policy: KVPolicy, deterministic: bool, capture: Capture | None = None,
     ) -> None:  # fmt: skip
         config = self.config = model.config
         self.backbone, self.head = for_decoding(model), Projection(model.lm_head.weight, model.lm_head.bias)
@@ -99,7 +99,8 @@ class Runner:
         places = torch.arange(max_length, device=self.device)[None]
         tables = rotary_tables(places, config.head_dim, config.rope_theta, config.rope, self.dtype)
         self.cos, self.sin = (table[0].transpose(0, 1).contiguous() for table in tables)
-        self._last_where: _Where | None = None
+        self._last_where: tuple[object, _Where] | None = None
+        self.graphs = None if capture is None else StepGraphs(self._advance, self._idle, capture)
         # What is read where there is no coda.
         self._nothing = LoopContext(position_ids=places, rotary=tables, mask=None, store=NoStore(), past_length=0)
 
@@ -119,11 +120,35 @@ class Runner:
     def step(self, batch: LaneBatch) -> None:
         """One application of the core to every lane, each at its own loop."""
         for part, _ in self._parts(batch):
-            lanes = self._tensor(part.lanes)
-            before, inputs = self.state.index_select(0, lanes), self.inputs.index_select(0, lanes)
-            after = self.backbone.step(before, inputs, self._tensor(part.loops), self._context(part))
-            self.before.index_copy_(0, lanes, before)
-            self.state.index_copy_(0, lanes, after)
+            if self.graphs is None:
+                self._advance(self._core_call(part), self._where(part.positions[:, None], part.core.shape[1]))
+            else:
+                self.graphs.step(self._core_call(self._bucketed(part)))
+
+    def _advance(self, call: CoreCall, where: _Where | None = None) -> None:
+        before, inputs = self.state.index_select(0, call.lanes), self.inputs.index_select(0, call.lanes)
+        if where is None:
+            where = self._place(call.positions[:, None], call.places.tables.shape[0] // call.places.rows)
+        store = self._store(call.places, None)
+        if self.policy.keeps != "newest":
+            store = replace(store, sharing=self.policy, loop=call.loops, own=call.positions)
+        after = self.backbone.step(before, inputs, call.loops, self._call(where, store, call.seeds))
+        self.before.index_copy_(0, call.lanes, before)
+        self.state.index_copy_(0, call.lanes, after)
+
+    def _core_call(self, part: LaneBatch) -> CoreCall:
+        lanes, loops, positions, seeds = (
+            self._tensor(column) for column in (part.lanes, part.loops, part.positions, part.seeds)
+        )
+        places = self._places(part.core, part.positions[:, None])
+        return CoreCall(lanes=lanes, loops=loops, positions=positions, seeds=seeds, places=places)
+
+    def _idle(self, call: CoreCall) -> CoreCall:
+        """Nobody's lanes, all of them."""
+        call.lanes.fill_(len(self.state) - 1)
+        call.places.tables.fill_(SCRATCH)
+        call.places.write.fill_(SCRATCH * PAGE)
+        return call
 
     @torch.inference_mode()
     def read(self, batch: LaneBatch) -> tuple[Tensor, Tensor]:
@@ -167,7 +192,7 @@ class Runner:
         boundary = self._boundary(blocks.boundary, blocks.positions)
         stores = [self._store(self._places(tables, blocks.positions), boundary) for tables in blocks.core]
         seeds = self._tensor(blocks.seeds.repeat(PAGE))
-        context = self._call(blocks.positions, blocks.core.shape[-1], stores[0], seeds)
+        context = self._call(self._where(blocks.positions, blocks.core.shape[-1]), stores[0], seeds)
         inputs = self.backbone.embed(self._embedded(blocks.tokens.ravel()), context)
         state = self.backbone.init_state(inputs, context)
         ends = self._tensor(np.array([block * PAGE + offset for block, offset in blocks.ends], dtype=np.int64))
@@ -188,11 +213,18 @@ class Runner:
             return
         for first in range(0, len(batch), ROWS):
             rows = range(first, min(first + ROWS, len(batch)))
-            part = batch.take(np.arange(rows.start, rows.stop))
-            yield (part if len(rows) == ROWS else self._padded(part)), rows
+            yield self._padded(batch.take(np.arange(rows.start, rows.stop)), ROWS), rows
 
-    def _padded(self, part: LaneBatch) -> LaneBatch:
-        short = ROWS - len(part)
+    def _bucketed(self, part: LaneBatch) -> LaneBatch:
+        """Rows and pages up to the next powers of two; the pages are blank, and masked."""
+        pages = part.core.shape[1]
+        core = np.pad(part.core, ((0, 0), (0, bucket(pages) - pages)), constant_values=BLANK)
+        return self._padded(replace(part, core=core), bucket(len(part)))
+
+    def _padded(self, part: LaneBatch, rows: int) -> LaneBatch:
+        short = rows - len(part)
+        if not short:
+            return part
         filling = {"lanes": len(self.state) - 1, "loops": 1, "core": SCRATCH, "boundary": SCRATCH}
         return LaneBatch(
             **{
@@ -202,33 +234,30 @@ class Runner:
         )
 
     def _context(self, part: LaneBatch) -> PagedContext:
+        """For prelude and coda."""
         positions = part.positions[:, None]
         store = self._store(self._places(part.core, positions), self._boundary(part.boundary, positions))
-        if self.policy.keeps != "newest":
-            own = self._tensor(part.positions)
-            store = replace(store, sharing=self.policy, loop=self._tensor(part.loops), own=own)
-        return self._call(positions, part.core.shape[1], store, self._tensor(part.seeds))
+        return self._call(self._where(positions, part.core.shape[1]), store, self._tensor(part.seeds))
 
-    def _call(self, positions: np.ndarray, pages: int, store: PagedStore, seeds: Tensor) -> PagedContext:
-        where = self._where(positions, pages)
+    def _call(self, where: _Where, store: PagedStore, seeds: Tensor) -> PagedContext:
         return PagedContext(
             position_ids=where.positions, rotary=where.rotary, mask=where.mask, store=NoStore(), past_length=1,
-            state_seed=seeds, pages=store, blocks=len(positions),
+            state_seed=seeds, pages=store, blocks=store.core_places.blocks,
         )  # fmt: skip
 
     def _where(self, positions: np.ndarray, pages: int) -> _Where:
         """As in the call before, where that had the same positions [N, S]: lanes stay for several loops."""
         key = (positions.tobytes(), len(positions), pages)
-        if self._last_where is None or self._last_where.key != key:
-            places = self._tensor(positions)
-            # Past the end lies only what fills up a prompt's last block.
-            known = places.flatten().clamp(max=len(self.cos) - 1)
-            hidden = torch.arange(pages * PAGE, device=self.device) > places[..., None]
-            mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
-            self._last_where = _Where(
-                key=key, positions=known, rotary=(self.cos[known], self.sin[known]), mask=mask[:, None]
-            )
-        return self._last_where
+        if self._last_where is None or self._last_where[0] != key:
+            self._last_where = key, self._place(self._tensor(positions), pages)
+        return self._last_where[1]
+
+    def _place(self, positions: Tensor, pages: int) -> _Where:
+        # Past the end lies only what fills up a prompt's last block.
+        known = positions.flatten().clamp(max=len(self.cos) - 1)
+        hidden = torch.arange(pages * PAGE, device=self.device) > positions[..., None]
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
+        return _Where(positions=known, rotary=(self.cos[known], self.sin[known]), mask=mask[:, None])
 
     def _store(self, core: Places, boundary: Places | None) -> PagedStore:
         return PagedStore(
