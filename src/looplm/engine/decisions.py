@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from looplm.engine.batches import LaneBatch
 from looplm.engine.policies import DepthPolicy, Seen
 from looplm.engine.requests import Lane
-from looplm.engine.runner import LaneBatch, Runner
+from looplm.engine.runner import Runner
 
 
 class Decisions:

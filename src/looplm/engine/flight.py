@@ -9,12 +9,12 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from looplm.engine.batches import block_batch, lane_batch
+from looplm.engine.batches import LaneBatch, block_batch, lane_batch
 from looplm.engine.decisions import Decisions
 from looplm.engine.kv_policies import recomputes, slots_to_fill
 from looplm.engine.memory import Memory
 from looplm.engine.requests import Choice, FinishReason, Lane, Row, TokenEvent
-from looplm.engine.runner import LaneBatch, PromptEnds, Runner
+from looplm.engine.runner import PromptEnds, Runner
 from looplm.engine.sampling import best_alternatives, choose
 from looplm.engine.scheduler import Block, Scheduler, catching_up, full_blocks, looping, readable
 from looplm.engine.speculation import RowAcceptance, Speculation, TickCost

@@ -5,13 +5,15 @@ in one matrix [T, D], whichever rows they belong to, and what reads one input is
 """
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from looplm.engine.store import PagedContext
-from looplm.models import LoopLMForCausalLM
+from looplm.models import LoopLMConfig, LoopLMForCausalLM
 from looplm.models.backbone import LoopLMModel
 from looplm.models.block import Attention, Block, ResidualNorms
 from looplm.models.context import Loop
@@ -182,6 +184,8 @@ def for_decoding(model: LoopLMForCausalLM) -> LoopLMModel:
     del backbone.norm
     backbone.norm = decoding_norm(source.norm)  # ty: ignore[invalid-assignment]
     backbone.dropout.eval()
+    # A transformers config takes microseconds to answer, and the verbs ask it at every loop.
+    backbone.config = cast(LoopLMConfig, SimpleNamespace(**vars(model.config)))
     return backbone
 
 

@@ -3,64 +3,24 @@
 Shapes: N lanes or blocks, S tokens of a block (1 in decoding), P pages a row, D width, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from looplm.engine.batches import BlockBatch, LaneBatch
 from looplm.engine.graphs import Capture, CoreCall, StepGraphs, bucket
 from looplm.engine.kernels import Projection, for_decoding
 from looplm.engine.kv_policies import KVPolicy
-from looplm.engine.pages import BLANK, SCRATCH
+from looplm.engine.pages import SCRATCH
 from looplm.engine.store import PAGE, PagedContext, PagedStore, Places, Pool
 from looplm.models import LoopLMForCausalLM
 from looplm.models.context import LoopContext, NoStore
 from looplm.models.rotary import Tables, rotary_tables
 
 ROWS = 16  # rows of a call in deterministic mode: a CPU's matrix products sum in an order that depends on their number
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaneBatch:
-    """Lanes of one call: their numbers, tokens and positions [N], the loop that each is to do, and its pages [N, P].
-
-    `core` holds the pages of the slot of that very loop, `boundary` those of prelude and coda (no columns if neither).
-    seeds: [N], of the start state.
-    """
-
-    lanes: np.ndarray
-    tokens: np.ndarray
-    positions: np.ndarray
-    loops: np.ndarray
-    core: np.ndarray
-    boundary: np.ndarray
-    seeds: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.lanes)
-
-    def take(self, index: np.ndarray) -> "LaneBatch":
-        """Some of the lanes."""
-        return LaneBatch(**{name: values[index] for name, values in vars(self).items()})
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockBatch:
-    """Blocks of prompts, PAGE tokens each, for a prefill of `loops` loops.
-
-    tokens, positions: [N, PAGE] · core: [loops, N, P], boundary: [N, P], the pages of each block's row, its own at
-    index positions // PAGE · seeds: [N], of the start state · ends: (block, offset) of the tokens whose states count.
-    """
-
-    tokens: np.ndarray
-    positions: np.ndarray
-    core: np.ndarray
-    boundary: np.ndarray
-    seeds: np.ndarray
-    loops: int
-    ends: Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,13 +56,16 @@ class Runner:
         self.state, self.before, self.inputs = (
             torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(3)
         )
-        places = torch.arange(max_length, device=self.device)[None]
+        places = torch.arange(bucket(-(-max_length // PAGE)) * PAGE, device=self.device)[None]
         tables = rotary_tables(places, config.head_dim, config.rope_theta, config.rope, self.dtype)
         self.cos, self.sin = (table[0].transpose(0, 1).contiguous() for table in tables)
+        self.places, self.max_length = places[0], max_length
+        self.seen, self.hidden = (
+            torch.tensor(bias, dtype=self.dtype, device=self.device) for bias in (0.0, -torch.inf)
+        )
+        self._nobody = num_lanes
         self._last_where: tuple[object, _Where] | None = None
         self.graphs = None if capture is None else StepGraphs(self._advance, self._idle, capture)
-        # What is read where there is no coda.
-        self._nothing = LoopContext(position_ids=places, rotary=tables, mask=None, store=NoStore(), past_length=0)
 
     # Decoding -------------------------------------------------------------------------------------------------
 
@@ -110,7 +73,7 @@ class Runner:
     def enter(self, batch: LaneBatch, starts: Tensor | None = None) -> None:
         """Embed the lanes' tokens, through the prelude: their inputs and start states (`starts` [N, D], if given)."""
         for part, rows in self._parts(batch):
-            context, lanes = self._context(part), self._tensor(part.lanes)
+            context, lanes = self._edge_context(part), self._tensor(part.lanes)
             inputs = self.backbone.embed(self._embedded(part.tokens), context)
             given = None if starts is None else _given(starts[rows.start : rows.stop], inputs)
             self.inputs.index_copy_(0, lanes, inputs)
@@ -120,10 +83,12 @@ class Runner:
     def step(self, batch: LaneBatch) -> None:
         """One application of the core to every lane, each at its own loop."""
         for part, _ in self._parts(batch):
+            pages = part.core.shape[1]
             if self.graphs is None:
-                self._advance(self._core_call(part), self._where(part.positions[:, None], part.core.shape[1]))
+                self._advance(self._core_call(part), self._where(part.positions[:, None], pages))
             else:
-                self.graphs.step(self._core_call(self._bucketed(part)))
+                whole = part.padded(bucket(len(part)), self._nobody, bucket(pages))
+                self.graphs.step(self._core_call(whole))
 
     def _advance(self, call: CoreCall, where: _Where | None = None) -> None:
         before, inputs = self.state.index_select(0, call.lanes), self.inputs.index_select(0, call.lanes)
@@ -137,15 +102,13 @@ class Runner:
         self.state.index_copy_(0, call.lanes, after)
 
     def _core_call(self, part: LaneBatch) -> CoreCall:
-        lanes, loops, positions, seeds = (
-            self._tensor(column) for column in (part.lanes, part.loops, part.positions, part.seeds)
-        )
+        lanes, _, positions, loops, seeds = self._tensor(part.numbers).unbind()
         places = self._places(part.core, part.positions[:, None])
         return CoreCall(lanes=lanes, loops=loops, positions=positions, seeds=seeds, places=places)
 
     def _idle(self, call: CoreCall) -> CoreCall:
         """Nobody's lanes, all of them."""
-        call.lanes.fill_(len(self.state) - 1)
+        call.lanes.fill_(self._nobody)
         call.places.tables.fill_(SCRATCH)
         call.places.write.fill_(SCRATCH * PAGE)
         return call
@@ -154,10 +117,7 @@ class Runner:
     def read(self, batch: LaneBatch) -> tuple[Tensor, Tensor]:
         """hidden [N, D] and logits [N, V] of the lanes' states."""
         found = [
-            self.backbone.readout(
-                self.state.index_select(0, self._tensor(part.lanes)),
-                self._context(part) if self.config.coda_layers else self._nothing,
-            )
+            self.backbone.readout(self.state.index_select(0, self._tensor(part.lanes)), self._edge_context(part))
             for part, _ in self._parts(batch)
         ]
         logits = torch.cat([self.head(hidden) for hidden in found])
@@ -183,7 +143,7 @@ class Runner:
         """All loops of prompt blocks, and the coda; keys and values of every loop go to their pages."""
         if not self.deterministic:
             return self._prefill(blocks)
-        found = [self._prefill(_block(blocks, number)) for number in range(len(blocks.tokens))]
+        found = [self._prefill(blocks.take(number)) for number in range(len(blocks.tokens))]
         return PromptEnds(
             inputs=torch.cat([ends.inputs for ends in found]), states=torch.cat([ends.states for ends in found])
         )
@@ -192,7 +152,9 @@ class Runner:
         boundary = self._boundary(blocks.boundary, blocks.positions)
         stores = [self._store(self._places(tables, blocks.positions), boundary) for tables in blocks.core]
         seeds = self._tensor(blocks.seeds.repeat(PAGE))
-        context = self._call(self._where(blocks.positions, blocks.core.shape[-1]), stores[0], seeds)
+        # Past the end lies only what fills up a prompt's last block.
+        where = self._where(np.minimum(blocks.positions, self.max_length - 1), blocks.core.shape[-1])
+        context = self._call(where, stores[0], seeds)
         inputs = self.backbone.embed(self._embedded(blocks.tokens.ravel()), context)
         state = self.backbone.init_state(inputs, context)
         ends = self._tensor(np.array([block * PAGE + offset for block, offset in blocks.ends], dtype=np.int64))
@@ -213,36 +175,25 @@ class Runner:
             return
         for first in range(0, len(batch), ROWS):
             rows = range(first, min(first + ROWS, len(batch)))
-            yield self._padded(batch.take(np.arange(rows.start, rows.stop)), ROWS), rows
+            part = batch.take(first, ROWS)
+            yield (part if len(part) == ROWS else part.padded(ROWS, self._nobody, part.core.shape[1])), rows
 
-    def _bucketed(self, part: LaneBatch) -> LaneBatch:
-        """Rows and pages up to the next powers of two; the pages are blank, and masked."""
-        pages = part.core.shape[1]
-        core = np.pad(part.core, ((0, 0), (0, bucket(pages) - pages)), constant_values=BLANK)
-        return self._padded(replace(part, core=core), bucket(len(part)))
-
-    def _padded(self, part: LaneBatch, rows: int) -> LaneBatch:
-        short = rows - len(part)
-        if not short:
-            return part
-        filling = {"lanes": len(self.state) - 1, "loops": 1, "core": SCRATCH, "boundary": SCRATCH}
-        return LaneBatch(
-            **{
-                name: np.pad(values, ((0, short), (0, 0))[: values.ndim], constant_values=filling.get(name, 0))
-                for name, values in vars(part).items()
-            }
-        )
-
-    def _context(self, part: LaneBatch) -> PagedContext:
-        """For prelude and coda."""
-        positions = part.positions[:, None]
-        store = self._store(self._places(part.core, positions), self._boundary(part.boundary, positions))
-        return self._call(self._where(positions, part.core.shape[1]), store, self._tensor(part.seeds))
+    def _edge_context(self, part: LaneBatch) -> LoopContext:
+        """Of prelude and coda; without them, what embedding and start state ask for."""
+        positions, seeds = self._tensor(part.positions), self._tensor(part.numbers[4])
+        boundary = self._boundary(part.boundary, part.positions[:, None])
+        if boundary is None:
+            return LoopContext(
+                position_ids=positions, rotary=(self.cos, self.sin), mask=None, store=NoStore(), past_length=1,
+                state_seed=seeds,
+            )  # fmt: skip
+        where = self._where(part.positions[:, None], part.boundary.shape[1])
+        return self._call(where, self._store(None, boundary), seeds)
 
     def _call(self, where: _Where, store: PagedStore, seeds: Tensor) -> PagedContext:
         return PagedContext(
             position_ids=where.positions, rotary=where.rotary, mask=where.mask, store=NoStore(), past_length=1,
-            state_seed=seeds, pages=store, blocks=store.core_places.blocks,
+            state_seed=seeds, pages=store, blocks=where.mask.shape[0],
         )  # fmt: skip
 
     def _where(self, positions: np.ndarray, pages: int) -> _Where:
@@ -253,13 +204,15 @@ class Runner:
         return self._last_where[1]
 
     def _place(self, positions: Tensor, pages: int) -> _Where:
-        # Past the end lies only what fills up a prompt's last block.
-        known = positions.flatten().clamp(max=len(self.cos) - 1)
-        hidden = torch.arange(pages * PAGE, device=self.device) > positions[..., None]
-        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
-        return _Where(positions=known, rotary=(self.cos[known], self.sin[known]), mask=mask[:, None])
+        flat = positions.flatten()
+        unseen = self.places[: pages * PAGE] > positions[..., None]
+        return _Where(
+            positions=flat,
+            rotary=(self.cos.index_select(0, flat), self.sin.index_select(0, flat)),
+            mask=torch.where(unseen, self.hidden, self.seen)[:, None],
+        )
 
-    def _store(self, core: Places, boundary: Places | None) -> PagedStore:
+    def _store(self, core: Places | None, boundary: Places | None) -> PagedStore:
         return PagedStore(
             core=self.core, boundary=self.boundary, core_places=core, boundary_places=boundary,
             first=self.config.prelude_layers, layers=self.config.core_layers,
@@ -283,16 +236,6 @@ class Runner:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
-
-
-def _block(blocks: BlockBatch, number: int) -> BlockBatch:
-    """One block of several, as a batch."""
-    only = slice(number, number + 1)
-    return BlockBatch(
-        tokens=blocks.tokens[only], positions=blocks.positions[only], core=blocks.core[:, only],
-        boundary=blocks.boundary[only], seeds=blocks.seeds[only], loops=blocks.loops,
-        ends=[(0, offset) for block, offset in blocks.ends if block == number],
-    )  # fmt: skip
 
 
 def _given(starts: Tensor, inputs: Tensor) -> Tensor:

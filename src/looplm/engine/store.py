@@ -75,7 +75,7 @@ class PagedStore:
 
     core: Pool
     boundary: Pool
-    core_places: Places
+    core_places: Places | None
     boundary_places: Places | None
     first: int
     layers: int
@@ -93,6 +93,7 @@ class PagedStore:
 
     def _core(self, new: Tensor, layer: int) -> Tensor:
         pool, places = self.core, self.core_places
+        assert places is not None
         if self.sharing is None:
             return places.exchange(pool, layer, new)
         assert self.loop is not None

@@ -9,8 +9,8 @@ from functools import partial
 import numpy as np
 
 from looplm.engine import Engine, SamplingParams, Speculation
+from looplm.engine.batches import LaneBatch
 from looplm.engine.pages import SCRATCH
-from looplm.engine.runner import LaneBatch
 from looplm.engine.store import PAGE
 from looplm.models import LoopLMForCausalLM
 from looplm.studies.timing import seconds_in_turn
@@ -113,12 +113,12 @@ def _diagonal(engine: Engine, lanes: int) -> LaneBatch:
     blocks = position // PAGE + 1
     pages = np.arange(lanes * blocks).reshape(lanes, blocks)
     boundary = np.arange(blocks)[None].repeat(lanes, 0) if memory.has_boundary else np.zeros((lanes, 0))
+    numbers = np.zeros((5, lanes), dtype=np.int64)
+    numbers[0], numbers[2], numbers[3] = np.arange(lanes), position, memory.loops - np.arange(lanes)
     return LaneBatch(
-        lanes=np.arange(lanes), tokens=np.zeros(lanes, dtype=np.int64),
-        positions=np.full(lanes, position), loops=memory.loops - np.arange(lanes),
+        numbers=numbers,
         core=SCRATCH + 1 + pages % memory.core_pages.num_pages,
         boundary=SCRATCH + 1 + boundary.astype(np.int64) % max(memory.boundary_pages.num_pages, 1),
-        seeds=np.zeros(lanes, dtype=np.int64),
     )  # fmt: skip
 
 
