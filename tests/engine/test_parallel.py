@@ -8,7 +8,7 @@ import torch
 from engine_models import huginn_like, ouro_like
 from plain_decoding import decode_plainly
 
-from looplm.engine import Completion, Engine, FixedLoops, ParallelSampler, ParallelSettings, RingKV, SamplingParams
+from looplm.engine import Completion, Engine, ParallelSampler, ParallelSettings, RingKV, SamplingParams
 from looplm.engine.kv_policies import FullKV
 from looplm.models.context import LoopContext
 from looplm.models.rotary import rotary_tables
@@ -258,6 +258,7 @@ def test_bad_prompts_are_refused():
     sampler = ParallelSampler(huginn_like())
     for prompt, params, named in (
         ([], SamplingParams(), "empty"),
+        ("text", SamplingParams(), "encode the text"),
         ([3, 61], SamplingParams(), "token 61"),
         ([3], SamplingParams(stop="x"), "tokenizer"),
         ([3], SamplingParams(logit_bias={99: 1.0}), "token 99"),

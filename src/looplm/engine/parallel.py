@@ -43,8 +43,8 @@ class ParallelSettings:
 
     inner_loops: applications of the core to each open position between readings · wavefront: open positions at most
     threshold: a position has settled if its state changed by less than this share of its norm in a step; 0 is never
-    momentum: the share of a position's inputs that stays from step to step · noise: the share of fresh start noise that
-        is mixed into a state before a step, divided by 1 + the loops that its position has done
+    momentum: the share of a position's inputs that stays from step to step (theirs 0.1) · noise: the share of fresh
+        start noise that is mixed into a state before a step, divided by 1 + the loops that its position has done
     loops: those after which a position has settled in any case, counted from when its token last changed; of the
         prompt, too, and the model's own by default.
     """
@@ -165,8 +165,9 @@ class ParallelSampler:
         reason = _no_number(choices) or self._commit(row, choices[0], self.loops)
         while reason is None:
             self._open(wave, row, places)
-            change = self._refine(wave, places)
-            choices = self._read(wave, row, places)
+            context = places.context(wave.first, wave.stop)
+            change = self._refine(wave, context)
+            choices = self._read(wave, row, context)
             reason = _no_number(choices) or self._freeze(wave, row, choices, change)
         row.end_text()
         error = "the state is not finite" if reason == "error" else None
@@ -206,9 +207,9 @@ class ParallelSampler:
             wave.done.append(0)
             wave.spent.append(0)
 
-    def _refine(self, wave: Wave, places: Places) -> list[float]:
+    def _refine(self, wave: Wave, context: LoopContext) -> list[float]:
         """`inner_loops` loops of all that is open; by what share of its norm each state has changed [W]."""
-        context, before, inner = places.context(wave.first, wave.stop), wave.state, self.settings.inner_loops
+        before, inner = wave.state, self.settings.inner_loops
         state = self._noised(wave, context)
         for _ in range(inner):
             state = self.backbone.step(state, wave.inputs, 1, context)  # all loops are alike: see `_check_model`
@@ -231,10 +232,9 @@ class ParallelSampler:
         )
         return wave.state.lerp(drawn[:, 0].to(wave.state)[None], share)
 
-    def _read(self, wave: Wave, row: Row, places: Places) -> list[Choice]:
+    def _read(self, wave: Wave, row: Row, context: LoopContext) -> list[Choice]:
         """The token after each open position, by its present state."""
-        hidden = self.backbone.readout(wave.state, places.context(wave.first, wave.stop))
-        return _choices(self.model.lm_head(hidden[0]), row.request, wave.text)
+        return _choices(self.model.lm_head(self.backbone.readout(wave.state, context)[0]), row.request, wave.text)
 
     def _freeze(self, wave: Wave, row: Row, choices: list[Choice], change: list[float]) -> FinishReason | None:
         """Replace drafts that are read otherwise now, and freeze what has settled; why the text ends, if it does."""
@@ -287,6 +287,8 @@ class ParallelSampler:
         if params.stops and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer; give the sampler one, or use stop_token_ids")
         for prompt in prompts:
+            if isinstance(prompt, str):
+                raise ValueError(f"prompts are lists of token ids; encode the text {prompt!r} first")
             if not prompt:
                 raise ValueError("the prompt is empty; give at least one token")
             odd = next((token for token in (*prompt, *params.logit_bias) if not 0 <= token < config.vocab_size), None)
