@@ -233,3 +233,27 @@ def bench_policies(
     ]
     drawn = [] if plot is None else [f"plot: {plot}"]
     print_measured(as_json, described, [asdict(row) for row in found], tables=[shown], after=drawn)
+
+
+@bench.command("parallel")
+@one_line_errors
+def bench_parallel(
+    checkpoint: Annotated[str, typer.Argument(help="A trained checkpoint or run folder, of a model with injection.")],
+    text: Annotated[str | None, typer.Argument(help="Text whose beginnings are the prompts; Python's manual.")] = None,
+    inner_loops: Annotated[str, typer.Option(help="Loops between two readings, to try in turn.")] = "1,2,4",
+    thresholds: Annotated[str, typer.Option(help="Changes below which a position freezes, to try.")] = "0,0.03,0.1",
+    wavefront: Annotated[int, typer.Option(min=1, help="Open positions at most.")] = 128,
+    momentum: Annotated[float, typer.Option(min=0.0, help="Share of the inputs that stays.")] = 0.0,
+    noise: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of start noise mixed in.")] = 0.0,
+    prompts: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 4,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of each completion.")] = 96,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """The parallel sampler (lossy) against plain decoding of one text, with the tokens that it changes."""
+    from looplm.cli.parallel import measure_parallel
+
+    shared = {"wavefront": wavefront, "momentum": momentum, "noise": noise}
+    rows = measure_parallel(checkpoint, text, inner_loops, thresholds, shared, prompts, tokens, repeats)
+    found = [asdict(row) for row in rows]
+    print_measured(as_json, {"checkpoint": checkpoint, "tokens": prompts * tokens, **shared}, found)

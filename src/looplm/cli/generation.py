@@ -1,7 +1,7 @@
 """`looplm generate`: a prompt continued by the engine, each token at its own depth."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
@@ -10,6 +10,7 @@ from looplm.cli.paths import open_checkpoint
 from looplm.data.tokenizer import encode, load_tokenizer
 from looplm.engine import DepthPolicy, Engine, ExitCDF, FixedLoops, SamplingParams, Speculation, TokenEvent
 from looplm.engine.calibration import load_calibration
+from looplm.engine.parallel import ParallelSampler, ParallelSettings
 from looplm.models import load
 from looplm.models.backbone import check_loops
 
@@ -40,6 +41,65 @@ class Depth:
             return found.policy(), found.max_loops
         most = loops if self.loops is None else check_loops(self.loops)
         return (FixedLoops(most) if self.exit_threshold is None else ExitCDF(self.exit_threshold)), most
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelContinuation:
+    """What was made, the core's applications that each token cost, and which tokens plain decoding would not choose.
+
+    ticks: calls of the core, one after the other, after the prompt · disagreeing: places of the completion.
+    """
+
+    text: str
+    tokens: list[int]
+    loops_per_token: list[int]
+    ticks: int
+    disagreeing: list[int]
+
+
+def continue_in_parallel(
+    checkpoint: str, prompt: str, settings: ParallelSettings, sampling: SamplingParams
+) -> ParallelContinuation:  # fmt: skip
+    """Continue `prompt`, and compare each token with plain decoding's choice after the same text."""
+    folder = open_checkpoint(checkpoint)
+    tokenizer = load_tokenizer(folder)
+    sampler = ParallelSampler(load(folder), tokenizer, settings=settings)
+    (done,) = sampler.generate(encode(tokenizer, [prompt]), sampling)
+    if done.error is not None:
+        raise ValueError(f"the completion failed: {done.error}")
+    plain = sampler.plain_choices(done, sampling)
+    return ParallelContinuation(
+        text=done.text or "", tokens=done.token_ids, loops_per_token=done.loops, ticks=sampler.stats.ticks,
+        disagreeing=[index for index, token in enumerate(done.token_ids) if token != plain[index]],
+    )  # fmt: skip
+
+
+def parallel_settings(
+    inner_loops: int | None, threshold: float | None, depth: Depth, kv: str, speculate: bool
+) -> ParallelSettings:  # fmt: skip
+    """How `--parallel` decodes: by its own depth and its own keys and values."""
+    if depth.exit_threshold is not None or depth.calibrated or kv != "full" or speculate:
+        raise ValueError(
+            "--parallel freezes tokens by its own rule; leave --exit, --calibrated, --kv and --speculate out"
+        )
+    theirs = ParallelSettings(loops=depth.loops)
+    return replace(
+        theirs,
+        inner_loops=theirs.inner_loops if inner_loops is None else inner_loops,
+        threshold=theirs.threshold if threshold is None else threshold,
+    )
+
+
+def print_parallel(checkpoint: str, prompt: str, settings: ParallelSettings, sampling: SamplingParams) -> None:
+    """Write the text, and how far it is from plain decoding."""
+    done = continue_in_parallel(checkpoint, prompt, settings, sampling)
+    typer.echo(prompt + done.text)
+    count = len(done.tokens)
+    typer.echo(
+        f"[{count} tokens, {done.ticks / count:.2f} calls of the core a token; lossy: {len(done.disagreeing)} of them "
+        "are not what plain decoding chooses after the same text]",
+        err=True,
+    )
 
 
 def stream_prompt(

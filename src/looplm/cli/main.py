@@ -129,20 +129,32 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
     kv: Annotated[str, typer.Option(help="How loops share keys and values: full, last, averaged, first.")] = "full",
     speculate: Annotated[bool, typer.Option(help="Start tokens early; the same text, faster.")] = False,
+    parallel: Annotated[bool, typer.Option(help="Refine drafts together; faster, lossy, and by how much.")] = False,
+    inner_loops: Annotated[int | None, typer.Option(min=1, help="With --parallel: loops between readings; 4.")] = None,
+    threshold: Annotated[float | None, typer.Option(help="With --parallel: a change that freezes; 0.03.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt, each token at its own depth."""
-    from looplm.cli.generation import Depth, continue_prompt, print_stream
+    from looplm.cli import generation
     from looplm.engine import SamplingParams
 
-    depth = Depth(loops=loops, exit_threshold=exit_threshold, calibrated=calibrated)
+    depth = generation.Depth(loops=loops, exit_threshold=exit_threshold, calibrated=calibrated)
     sampling = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=tuple(stop or ()), seed=seed
     )
-    if as_json:
-        typer.echo(json.dumps(asdict(continue_prompt(checkpoint, prompt, depth, sampling, kv, speculate))))
+    if not parallel and (inner_loops is not None or threshold is not None):
+        raise ValueError("--inner-loops and --threshold belong to --parallel; give that, too")
+    if parallel:
+        settings = generation.parallel_settings(inner_loops, threshold, depth, kv, speculate)
+        if as_json:
+            done = generation.continue_in_parallel(checkpoint, prompt, settings, sampling)
+            typer.echo(json.dumps(asdict(done)))
+        else:
+            generation.print_parallel(checkpoint, prompt, settings, sampling)
+    elif as_json:
+        typer.echo(json.dumps(asdict(generation.continue_prompt(checkpoint, prompt, depth, sampling, kv, speculate))))
     else:
-        print_stream(checkpoint, prompt, depth, sampling, kv, speculate)
+        generation.print_stream(checkpoint, prompt, depth, sampling, kv, speculate)
 
 
 @app.command()

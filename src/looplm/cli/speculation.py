@@ -1,5 +1,7 @@
 """`looplm bench speculate`: a checkpoint's own continuations of real text."""
 
+from transformers import PreTrainedTokenizerBase
+
 from looplm.cli.paths import open_checkpoint
 from looplm.data.text import read_documents
 from looplm.data.tokenizer import encode, load_tokenizer
@@ -16,9 +18,15 @@ def measure_speculation(
     """Every way to speculate on the beginnings of the text's documents."""
     folder = open_checkpoint(checkpoint)
     model, tokenizer = load(folder), load_tokenizer(folder)
+    chosen = beginnings(tokenizer, text, prompts)
+    params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=0, ignore_eos=True)
+    return bench_speculate(model, chosen, params, repeats, deterministic)
+
+
+def beginnings(tokenizer: PreTrainedTokenizerBase, text: str | None, prompts: int) -> list[list[int]]:
+    """The first tokens of the text's first documents that have as many, as prompts."""
     documents = encode(tokenizer, read_documents(text), plain=True)
     chosen = [document[:_PROMPT] for document in documents if len(document) >= _PROMPT][:prompts]
     if len(chosen) < prompts:
         raise ValueError(f"the text has {len(chosen)} documents of {_PROMPT} tokens; ask for as many prompts or fewer")
-    params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=0, ignore_eos=True)
-    return bench_speculate(model, chosen, params, repeats, deterministic)
+    return chosen

@@ -1,4 +1,4 @@
-"""The engine: continuous batching by loops, depth policies, key/value sharing, self-speculation."""
+"""The engine: continuous batching by loops, depth policies, key/value sharing, self-speculation, drafts in parallel."""
 
 from looplm.engine.calibration import Calibration, calibrate, load_calibration, save_calibration
 from looplm.engine.criteria import (
@@ -18,6 +18,7 @@ from looplm.engine.engine import Engine
 from looplm.engine.flight import Stats
 from looplm.engine.intake import Options
 from looplm.engine.kv_policies import AdjacentKV, AveragedKV, FirstKV, FullKV, KVPolicy, RingKV
+from looplm.engine.parallel import ParallelSampler, ParallelSettings
 from looplm.engine.policies import AnyOf, DepthPolicy, ExitCDF, FixedLoops, GateAbove, LookAhead
 from looplm.engine.requests import Completion, Request, TokenEvent
 from looplm.engine.sampling import SamplingParams
@@ -47,6 +48,8 @@ __all__ = [
     "Margin",
     "MinPKL",
     "Options",
+    "ParallelSampler",
+    "ParallelSettings",
     "Request",
     "RingKV",
     "SamplingParams",
