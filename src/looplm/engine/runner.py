@@ -41,7 +41,10 @@ class _Where:
 
 
 class Runner:
-    """Lanes' tensors, and the verbs on them. Lane `num_lanes` is nobody's: padding works on it."""
+    """Lanes' tensors, and the verbs on them, for callers in inference mode.
+
+    Lane `num_lanes` is nobody's: padding works on it.
+    """
 
     def __init__(
         self, model: LoopLMForCausalLM, num_lanes: int, max_length: int, core: Pool, boundary: Pool,
@@ -63,13 +66,12 @@ class Runner:
         self.seen, self.hidden = (
             torch.tensor(bias, dtype=self.dtype, device=self.device) for bias in (0.0, -torch.inf)
         )
-        self._nobody = num_lanes
+        self._nobody, self._first_layer, self._core_layers = num_lanes, config.prelude_layers, config.core_layers
         self._last_where: tuple[object, _Where] | None = None
         self.graphs = None if capture is None else StepGraphs(self._advance, self._idle, capture)
 
     # Decoding -------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def enter(self, batch: LaneBatch, starts: Tensor | None = None) -> None:
         """Embed the lanes' tokens, through the prelude: their inputs and start states (`starts` [N, D], if given)."""
         for part, rows in self._parts(batch):
@@ -79,7 +81,6 @@ class Runner:
             self.inputs.index_copy_(0, lanes, inputs)
             self.state.index_copy_(0, lanes, self.backbone.init_state(inputs, context, given))
 
-    @torch.inference_mode()
     def step(self, batch: LaneBatch) -> None:
         """One application of the core to every lane, each at its own loop."""
         for part, _ in self._parts(batch):
@@ -113,7 +114,6 @@ class Runner:
         call.places.write.fill_(SCRATCH * PAGE)
         return call
 
-    @torch.inference_mode()
     def read(self, batch: LaneBatch) -> tuple[Tensor, Tensor]:
         """hidden [N, D] and logits [N, V] of the lanes' states."""
         found = [
@@ -123,7 +123,6 @@ class Runner:
         logits = torch.cat([self.head(hidden) for hidden in found])
         return torch.cat(found)[: len(batch)], logits[: len(batch)]
 
-    @torch.inference_mode()
     def gate(self, batch: LaneBatch) -> Tensor:
         """Exit logits [N] of the lanes' states."""
         found = [
@@ -131,14 +130,12 @@ class Runner:
         ]
         return torch.cat(found)[: len(batch)]
 
-    @torch.inference_mode()
     def finite(self, lanes: np.ndarray) -> list[bool]:
         """Which lanes' states are numbers [N]."""
         return self.state.index_select(0, self._tensor(lanes)).isfinite().all(-1).tolist()
 
     # Prompts --------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def prefill(self, blocks: BlockBatch) -> PromptEnds:
         """All loops of prompt blocks, and the coda; keys and values of every loop go to their pages."""
         if not self.deterministic:
@@ -215,7 +212,7 @@ class Runner:
     def _store(self, core: Places | None, boundary: Places | None) -> PagedStore:
         return PagedStore(
             core=self.core, boundary=self.boundary, core_places=core, boundary_places=boundary,
-            first=self.config.prelude_layers, layers=self.config.core_layers,
+            first=self._first_layer, layers=self._core_layers,
         )  # fmt: skip
 
     def _boundary(self, tables: np.ndarray, positions: np.ndarray) -> Places | None:

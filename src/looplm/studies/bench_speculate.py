@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import torch
 
 from looplm.engine import Engine, SamplingParams, Speculation
 from looplm.engine.batches import LaneBatch
@@ -94,6 +95,7 @@ def _row(
 def _costs(engine: Engine) -> tuple[Cost, Cost]:
     """Seconds of a bare core step and of a bare readout of so many lanes of one row, no engine around them."""
 
+    @torch.inference_mode()
     def cost(work: Callable[[LaneBatch], object], lanes: int) -> float:
         batch = _diagonal(engine, lanes)
         times = []
