@@ -250,6 +250,22 @@ def test_what_can_never_fit_is_refused_at_admission():
     assert shared.generate([[1] * 256], SamplingParams(max_tokens=200))[0].finish_reason == "length"
 
 
+def test_a_prompt_that_must_wait_anyway_costs_no_remembered_ones():
+    engine = Engine(ouro_like(dtype=torch.float32), max_length=256, kv_bytes=2**18)  # 16 blocks of 16 tokens
+    known, busy, large = [2] * 33, [3] * 100, [4] * 130  # 3 blocks, 2 of them remembered; 7 with 100 to come; 9
+    engine.generate([known], SamplingParams(max_tokens=1))
+    (first,) = engine.submit(busy, SamplingParams(max_tokens=40))
+    engine.tick()
+    (second,) = engine.submit(large, SamplingParams(max_tokens=1))
+    for _ in range(20):
+        engine.tick()
+    assert [row.request.number for row in engine.scheduler.rows] == [first]
+    for number in (first, second):
+        engine.cancel(number)
+    engine.generate([known], SamplingParams(max_tokens=1))
+    assert engine.stats.reused_tokens == 32
+
+
 def test_a_state_that_is_not_a_number_ends_its_row_alone():
     model = ouro_like(dtype=torch.float32)
     with torch.no_grad():
@@ -327,6 +343,26 @@ def test_the_engine_reads_the_models_weights_where_they_are(tmp_path):
     looplm.save(model, tmp_path / "saved")
     loaded = looplm.load(tmp_path / "saved")
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize("ticks", [1, 2, 3, 9])
+def test_what_old_weights_computed_is_nothing_to_later_prompts(ticks):
+    """The weights change while a prompt is in the middle of its prefill, or just after it."""
+    model, prompt = ouro_like(dtype=torch.float32), list(range(1, 50))
+    engine = Engine(model, max_length=128, prefill_tokens=16, deterministic=True)
+    engine.submit(prompt, GREEDY)
+    for _ in range(ticks):
+        engine.tick()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.7)
+    engine.forget_prefixes()
+    while engine.busy:
+        engine.tick()
+    after, again = (engine.generate([prompt], GREEDY)[0] for _ in range(2))
+    fresh = Engine(model, max_length=128, deterministic=True).generate([prompt], GREEDY)[0]
+    assert after.logprobs == again.logprobs == fresh.logprobs
+    assert engine.stats.reused_tokens == 48  # of the last one alone
 
 
 def test_a_model_with_adapters_is_refused_not_run_without_them():

@@ -137,9 +137,11 @@ class Engine:
         return bool(self.scheduler.waiting or self.scheduler.rows or self._flight.events or self._kept)
 
     def forget_prefixes(self) -> None:
-        """Drop what is kept of earlier prompts: to be called when the model's weights have changed."""
-        if self.memory.prefixes is not None:
-            self.memory.prefixes.clear()
+        """Drop what is kept of earlier prompts: to be called when the model's weights have changed.
+
+        Requests in the loop go on with the new weights on what the old ones computed, and leave nothing to later ones.
+        """
+        self.memory.forget()
 
     def tick(self) -> list[TokenEvent]:
         """One core step of everything in flight, and what came of it; nothing is told twice."""

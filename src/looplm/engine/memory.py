@@ -41,6 +41,7 @@ class Memory:
         self.boundary_tables = np.zeros((rows, self.max_blocks), dtype=np.int64)
         # A mean is written over pages of the prompt, which nobody else may hold then.
         self.prefixes = None if policy.keeps == "mean" else PrefixCache(self.core_pages, self.boundary_pages)
+        self.weights = 0  # a count of the model's weights, one up whenever they change
 
     def check_fits(self, prompt: int, longest: int, loops: int) -> None:
         """Refuse a request that could not be finished with all memory to itself."""
@@ -62,7 +63,7 @@ class Memory:
 
         A row that is not alone leaves a block free for every row to grow into.
         """
-        loops = row.request.loops
+        loops, row.weights = row.request.loops, self.weights
         found = [] if self.prefixes is None else self.prefixes.find(self.root(row), blocks)
         for block in found:
             self._append(row, block)
@@ -86,9 +87,18 @@ class Memory:
         return True
 
     def remember(self, row: Row, blocks: list[tuple[int, ...]]) -> None:
-        """Keep the prompt's full blocks for prompts that begin like it; before `fold`."""
-        if self.prefixes is not None:
+        """Keep the prompt's full blocks for prompts that begin like it; before `fold`.
+
+        What a row that came before the weights changed has computed is of the old ones, in part at least.
+        """
+        if self.prefixes is not None and row.weights == self.weights:
             self.prefixes.add(self.root(row), blocks, row.blocks[: len(blocks)])
+
+    def forget(self) -> None:
+        """The weights have changed: nothing that was computed before is for later prompts."""
+        self.weights += 1
+        if self.prefixes is not None:
+            self.prefixes.clear()
 
     def fold(self, row: Row) -> None:
         """After the prefill: give back the pages of loops that the policy does not keep."""
@@ -136,9 +146,6 @@ class Memory:
         return Block(tuple(core), tuple(boundary))
 
     def _available(self, core: int, boundary: int) -> bool:
-        """Whether so many pages are free, once what is only remembered has given way."""
-        boundary = boundary if self.has_boundary else 0
-        while self.core_pages.num_free < core or self.boundary_pages.num_free < boundary:
-            if self.prefixes is None or not self.prefixes.evict():
-                return False
-        return True
+        """Whether so many pages are free, once what is only remembered has given way, where that will do."""
+        more = core - self.core_pages.num_free, (boundary if self.has_boundary else 0) - self.boundary_pages.num_free
+        return max(more) <= 0 or (self.prefixes is not None and self.prefixes.make_room(*more))
