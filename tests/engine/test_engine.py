@@ -1,7 +1,9 @@
 """The engine as its users meet it: golden tokens, streams, counts of work, limits, and failures that stay alone."""
 
 import copy
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from engine_models import huginn_like, ouro_like
@@ -163,6 +165,65 @@ def test_streams_and_lists_of_one_engine_do_not_take_each_others_events(worded):
     assert told[-1].completion.token_ids == wanted[0]
 
 
+@pytest.mark.parametrize("reads", [0, 1, 5])
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_stream_that_nobody_reads_to_its_end_leaves_nothing(worded, reads, closed):
+    model, tokenizer = worded
+    engine = Engine(model, tokenizer, max_length=128)
+    wanted = engine.generate(["or not"], SamplingParams(max_tokens=9))[0].token_ids
+    stream = engine.stream("to be", SamplingParams(max_tokens=30, n=2))
+    for _ in range(reads):
+        next(stream)
+    if closed:
+        stream.close()
+    del stream
+    assert not engine.busy
+    assert not engine._kept
+    assert engine.generate(["or not"], SamplingParams(max_tokens=9))[0].token_ids == wanted
+    assert not engine.scheduler.rows
+    assert not engine._kept
+
+
+def test_a_list_that_is_broken_off_leaves_nothing(worded, monkeypatch):
+    """Ctrl-C in the middle of a tick."""
+    model, tokenizer = worded
+    engine = Engine(model, tokenizer, max_rows=2, max_length=128)
+    (queued,) = engine.submit("to be", SamplingParams(max_tokens=9))
+    steps, step = [], Runner.step
+
+    def interrupted(self, batch):
+        steps.append(batch)
+        if len(steps) == 9:
+            raise KeyboardInterrupt
+        step(self, batch)
+
+    monkeypatch.setattr(Runner, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(["or not"] * 3, SamplingParams(max_tokens=30))
+    assert not engine.scheduler.waiting
+    assert [row.request.number for row in engine.scheduler.rows] == [queued]
+    told = []
+    while engine.busy:
+        told += engine.tick()
+    assert {event.number for event in told} == {queued}
+    assert told[-1].completion.token_ids == engine.generate(["to be"], SamplingParams(max_tokens=9))[0].token_ids
+
+
+def test_ticks_take_nothing_from_a_stream(worded):
+    model, tokenizer = worded
+    engine = Engine(model, tokenizer, max_length=128)
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=1)
+    wanted = engine.generate(["to be"], params)[0].token_ids
+    stream = engine.stream("to be", params)
+    first = next(stream).token
+    (submitted,) = engine.submit("or not", SamplingParams(max_tokens=3))
+    told = []
+    while engine.busy:
+        told += engine.tick()
+    assert {event.number for event in told} == {submitted}
+    assert [first, *(event.token for event in stream if event.token is not None)] == wanted
+
+
 def test_stop_strings_and_ids_end_a_completion(worded):
     model, tokenizer = worded
     engine = Engine(model, tokenizer, max_length=128)
@@ -219,6 +280,29 @@ def test_the_longest_text_fits_to_the_last_place(rope):
         (lambda engine: engine.submit([1], max_loops=9), "max_loops=9"),
         (lambda engine: engine.submit([1], min_loops=5), "min_loops=5"),
         (lambda engine: engine.submit([1], replay=[1, 7]), "replay asks for 7 loops"),
+        (lambda engine: engine.submit([1.5]), r"a list of token ids, not \[1\.5\]"),
+        (lambda engine: engine.submit(["1"]), r"a list of token ids, not \['1'\]"),
+        (lambda engine: engine.submit(None), "a list of token ids, not None"),
+        (lambda engine: engine.submit(torch.tensor([[1, 2]])), "a list of token ids, not tensor"),
+        (lambda engine: engine.generate([1, 2]), "a list of token ids, not 1"),
+        (lambda engine: engine.generate([[1]], {"max_tokens": 3}), "sampling='max_tokens' must be SamplingParams"),
+        (lambda engine: engine.generate([[1]], [{}]), r"sampling=\{\} must be SamplingParams"),
+        (lambda engine: engine.submit([1], replay=2), "replay must be a list of whole numbers, not 2"),
+        (lambda engine: engine.submit([1], replay=[1.5]), "replay must be a list of whole numbers"),
+        (lambda engine: engine.submit([1], min_loops=1.5), r"min_loops=1\.5"),
+        (lambda engine: engine.submit([1], max_loops="2"), "max_loops='2'"),
+        (lambda engine: engine.submit([1], max_loops=0), "max_loops=0"),
+        (lambda engine: engine.submit([1], state_seed=2**63), "state_seed=9223372036854775808"),
+        (lambda engine: engine.submit([1], state_seed="1"), "state_seed='1'"),
+        (lambda engine: engine.submit([1], warm_start=1), "warm_start=1 must be True or False"),
+        (lambda engine: engine.submit([1], depth=0.5), r"depth=0\.5 must be a depth policy"),
+        (lambda engine: Engine(ouro_like(), depth=ExitCDF), "depth=<class .* must be a depth policy"),
+        (lambda engine: Engine(ouro_like(), speculate=True), "speculate=True must be a Speculation"),
+        (lambda engine: Engine(ouro_like(), seed=0.5), r"seed=0\.5"),
+        (lambda engine: Engine(ouro_like(), max_rows=1.5), r"max_rows=1\.5"),
+        (lambda engine: Engine(ouro_like(), prefill_tokens=0), "prefill_tokens=0"),
+        (lambda engine: Engine(ouro_like(), kv_bytes=1e9), r"kv_bytes=1000000000\.0"),
+        (lambda engine: Engine(ouro_like(), kv_bytes=10**4), "kv_bytes=10000 is too little; .* takes 65536 at 4"),
         (lambda engine: engine.submit([1], warm_start=True), "warm_start needs"),
         (lambda engine: engine.submit([1], SamplingParams(stop="x")), "stop strings need a tokenizer"),
         (lambda engine: engine.submit([1], SamplingParams(logit_bias={61: 1.0})), "token 61"),
@@ -237,6 +321,25 @@ def test_what_cannot_be_is_refused_in_one_line(ask, message):
         ask(engine)
     assert "\n" not in str(refused.value)
     assert not engine.busy
+
+
+def test_whole_numbers_of_numpy_and_torch_are_whole_numbers():
+    engine = Engine(ouro_like(), max_length=np.int64(64), seed=np.int64(5))
+    params = SamplingParams(max_tokens=np.int64(6), temperature=1.0, top_k=np.int32(9), logit_bias={np.int64(3): 1.0})
+    plain = SamplingParams(max_tokens=6, temperature=1.0, top_k=9, logit_bias={3: 1.0})
+    for seed in (None, 7):
+        prompts = [np.array([1, 2]), torch.tensor([1, 2]), [np.int32(1), torch.tensor(2)], (1, 2), range(1, 3)]
+        seeded = replace(params, seed=None if seed is None else np.int64(seed))
+        found = engine.generate(prompts, seeded, replay=np.array([1, 2]), max_loops=np.int64(3), state_seed=np.int64(2))
+        wanted = Engine(ouro_like(), max_length=64, seed=5).generate(
+            [[1, 2]] * 5, replace(plain, seed=seed), replay=[1, 2], max_loops=3, state_seed=2
+        )
+        assert [one.prompt_token_ids for one in found] == [[1, 2]] * 5
+        if seed is None:
+            assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
+        else:
+            assert {tuple(one.token_ids) for one in found} == {tuple(one.token_ids) for one in wanted}
+            assert len({tuple(one.token_ids) for one in found}) == 1
 
 
 def test_what_can_never_fit_is_refused_at_admission():

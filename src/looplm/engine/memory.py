@@ -28,9 +28,12 @@ class Memory:
         block = token * (config.core_layers * policy.slots(loops) + edge_layers)
         # Beside all rows' longest texts, one prompt has room for every loop while it is prefilled.
         most = rows * self.max_blocks + -(-self.max_blocks * (loops - policy.slots(loops)) // policy.slots(loops))
-        blocks = min(budget // block, most)
         least = -(-loops // policy.slots(loops)) + 1  # one block of prompt, all loops of it
-        blocks = max(blocks, least)
+        blocks = min(budget // block, max(most, least))
+        if blocks < least:
+            raise ValueError(
+                f"kv_bytes={budget} is too little; a prompt of one token takes {least * block} at {loops} loops"
+            )
         self.core_pages = Pages(blocks * policy.slots(loops))
         self.boundary_pages = Pages(blocks if edge_layers else 0)
         self.has_boundary = edge_layers > 0
