@@ -303,6 +303,7 @@ def test_the_longest_text_fits_to_the_last_place(rope):
         (lambda engine: Engine(ouro_like(), prefill_tokens=0), "prefill_tokens=0"),
         (lambda engine: Engine(ouro_like(), kv_bytes=1e9), r"kv_bytes=1000000000\.0"),
         (lambda engine: Engine(ouro_like(), kv_bytes=10**4), "kv_bytes=10000 is too little; .* takes 65536 at 4"),
+        (lambda engine: Engine(ouro_like(), kv_bytes=2**60, max_length=2**50), "find no room on this machine; lower"),
         (lambda engine: engine.submit([1], warm_start=True), "warm_start needs"),
         (lambda engine: engine.submit([1], SamplingParams(stop="x")), "stop strings need a tokenizer"),
         (lambda engine: engine.submit([1], SamplingParams(logit_bias={61: 1.0})), "token 61"),

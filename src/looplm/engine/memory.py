@@ -34,11 +34,16 @@ class Memory:
             raise ValueError(
                 f"kv_bytes={budget} is too little; a prompt of one token takes {least * block} at {loops} loops"
             )
-        self.core_pages = Pages(blocks * policy.slots(loops))
-        self.boundary_pages = Pages(blocks if edge_layers else 0)
+        num_core, num_boundary = blocks * policy.slots(loops), blocks if edge_layers else 0
+        try:
+            self.core = Pool(config.core_layers, num_core + 2, config, like)
+            self.boundary = Pool(edge_layers, num_boundary + 2, config, like)
+        except RuntimeError as error:  # so torch says it, wherever the memory is
+            raise ValueError(
+                f"keys and values of {blocks * block} bytes find no room on this machine; lower kv_bytes or max_length"
+            ) from error
+        self.core_pages, self.boundary_pages = Pages(num_core), Pages(num_boundary)
         self.has_boundary = edge_layers > 0
-        self.core = Pool(config.core_layers, self.core_pages.num_pages + 2, config, like)
-        self.boundary = Pool(edge_layers, self.boundary_pages.num_pages + 2, config, like)
         self.slots = np.array([0, *(policy.slot(loop) for loop in range(1, loops + 1))])  # by loop
         self.core_tables = np.zeros((rows, loops, self.max_blocks), dtype=np.int64)
         self.boundary_tables = np.zeros((rows, self.max_blocks), dtype=np.int64)
