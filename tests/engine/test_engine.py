@@ -10,7 +10,17 @@ from engine_models import huginn_like, ouro_like
 
 import looplm
 from looplm.data.tokenizer import train_tokenizer
-from looplm.engine import Engine, ExitCDF, FixedLoops, RingKV, SamplingParams, Speculation, StateConverged
+from looplm.engine import (
+    AnyOf,
+    Engine,
+    ExitCDF,
+    FixedLoops,
+    Margin,
+    RingKV,
+    SamplingParams,
+    Speculation,
+    StateConverged,
+)
 from looplm.engine.runner import Runner
 from looplm.training.adapters import Lora, add_adapter, plain_model
 
@@ -314,6 +324,11 @@ def test_the_longest_text_fits_to_the_last_place(rope):
         (lambda engine: Engine(huginn_like(), depth=ExitCDF(0.5)), "reads the exit gate"),
         (lambda engine: Engine(ouro_like(), kv=RingKV(1), speculate=Speculation()), "speculation needs kv='full'"),
         (lambda engine: Engine(ouro_like(), speculate=Speculation(entry=4)), "entry must be below"),
+        (lambda engine: Engine(huginn_like(), depth=Margin(0.3), speculate=Speculation()), "reads predictions"),
+        (
+            lambda engine: Engine(huginn_like(), speculate=Speculation()).submit([1], depth=AnyOf(Margin(0.3))),
+            "run without speculation",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(ask, message):

@@ -53,7 +53,6 @@ class Engine:
         if not is_whole(seed, -math.inf):
             raise ValueError(f"seed={seed!r} must be a whole number")
         depth = check_policy(FixedLoops(loops) if depth is None else depth)
-        depth.check_model(model.config, loops)
         if speculate is not None:
             check_speculation(speculate).check(policy, loops)
         width = 1 if speculate is None else speculate.width_at(loops)
@@ -67,6 +66,7 @@ class Engine:
             max_length=max_length, seed=seed, speculates=speculate is not None,
             ends=frozenset(end_token_ids(model, None if tokenizer is None else tokenizer.eos_token_id)),
         )  # fmt: skip
+        self.intake.check_depth(depth)
         blocks = max(1, prefill_tokens // PAGE)
         self._kept: list[TokenEvent] = []
         self._claimed: set[int] = set()  # requests that streams and lists report themselves

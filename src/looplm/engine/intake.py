@@ -100,8 +100,17 @@ class Intake:
             rows.append(Row(request=request, text=text))
         return rows
 
-    def _check(self, depth: DepthPolicy, loops: int, options: Options, params: SamplingParams) -> None:
+    def check_depth(self, depth: DepthPolicy) -> None:
+        """Refuse a policy that this engine cannot follow."""
         depth.check_model(self.config, self.loops)
+        if self.speculates and self.config.coda_layers and depth.needs_logits:
+            raise ValueError(
+                f"{depth} reads predictions, which a coda makes of all earlier tokens, and under speculation these are "
+                "not final; choose a depth policy that reads the state or the gate, or run without speculation"
+            )
+
+    def _check(self, depth: DepthPolicy, loops: int, options: Options, params: SamplingParams) -> None:
+        self.check_depth(depth)
         if not 1 <= options.min_loops <= loops:
             raise ValueError(f"min_loops={options.min_loops} must be between 1 and the request's loops, {loops}")
         if options.warm_start and self.config.state_init == "embedding":
