@@ -254,6 +254,16 @@ def test_stop_strings_and_ids_end_a_completion(worded):
     assert engine.generate(["to be"], exactly)[0].finish_reason == "stop"
 
 
+def test_a_special_token_is_no_stop_string(worded):
+    """It never is in the text, so it would never stop it."""
+    model, tokenizer = worded
+    engine = Engine(model, tokenizer, max_length=128)
+    with pytest.raises(ValueError, match=r"use stop_token_ids=\[0\]"):
+        engine.generate(["to be"], SamplingParams(stop=["x", "<|endoftext|>"], ignore_eos=True))
+    always = SamplingParams(stop_token_ids=[0], ignore_eos=True, logit_bias={0: 1e9})
+    assert engine.generate(["to be"], always)[0].finish_reason == "stop"
+
+
 def test_n_completions_differ_and_come_in_order(worded):
     model, tokenizer = worded
     engine = Engine(model, tokenizer, max_length=128)
@@ -316,7 +326,8 @@ def test_the_longest_text_fits_to_the_last_place(rope):
         (lambda engine: Engine(ouro_like(), kv_bytes=2**60, max_length=2**50), "find no room on this machine; lower"),
         (lambda engine: engine.submit([1], warm_start=True), "warm_start needs"),
         (lambda engine: engine.submit([1], SamplingParams(stop="x")), "stop strings need a tokenizer"),
-        (lambda engine: engine.submit([1], SamplingParams(logit_bias={61: 1.0})), "token 61"),
+        (lambda engine: engine.submit([1], SamplingParams(logit_bias={61: 1.0})), "logit_bias names token 61"),
+        (lambda engine: engine.submit([1], SamplingParams(stop_token_ids=[5, 61])), "stop_token_ids names token 61"),
         (lambda engine: engine.generate("text"), "prompts is a list"),
         (lambda engine: engine.generate([[1]], [SamplingParams()] * 2), "1 prompts came with 2"),
         (lambda engine: Engine(ouro_like(), kv="ful"), "kv='ful' is not known"),

@@ -117,11 +117,23 @@ class Intake:
             raise ValueError("warm_start needs a model with a start state of its own, which injects its inputs")
         if options.warm_start and self.speculates:
             raise ValueError("warm_start waits for each token's last state; run it without speculation")
-        if params.stops and self.tokenizer is None:
+        self._check_stops(params.stops)
+        for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            odd = next((token for token in tokens if token >= self.config.vocab_size), None)
+            if odd is not None:
+                raise ValueError(f"{name} names token {odd}, outside the vocabulary of {self.config.vocab_size}")
+
+    def _check_stops(self, stops: Sequence[str]) -> None:
+        if not stops:
+            return
+        if self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer; give the engine one, or use stop_token_ids")
-        odd = next((token for token in params.logit_bias if not 0 <= token < self.config.vocab_size), None)
-        if odd is not None:
-            raise ValueError(f"logit_bias names token {odd}, outside the vocabulary of {self.config.vocab_size}")
+        for special, stop in itertools.product(self.tokenizer.all_special_tokens, stops):
+            if special in stop:
+                raise ValueError(
+                    f"stop={stop!r} has the special token '{special}', which never is in a completion's text; "
+                    f"use stop_token_ids=[{self.tokenizer.convert_tokens_to_ids(special)}]"
+                )
 
     def _check_length(self, prompt: int, more: int, loops: int) -> None:
         if prompt + more > self.max_length:
