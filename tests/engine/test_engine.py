@@ -380,6 +380,20 @@ def test_what_can_never_fit_is_refused_at_admission():
     assert shared.generate([[1] * 256], SamplingParams(max_tokens=200))[0].finish_reason == "length"
 
 
+def test_the_block_left_to_grow_into_is_one_of_the_kv_policy():
+    """Of six pages the first row holds one, and the second needs four for its prompt's loops and one to grow into."""
+    engine = Engine(ouro_like(dtype=torch.float32), kv="last", max_length=64, kv_bytes=6 * 2**12)
+    params = SamplingParams(max_tokens=20)
+    numbers = [engine.submit([number], params)[0] for number in (1, 2)]
+    engine.tick()
+    engine.tick()
+    assert [row.request.number for row in engine.scheduler.rows] == numbers
+    done = {event.number: event.completion for _ in range(200) for event in engine.tick() if event.completion}
+    alone = [Engine(ouro_like(dtype=torch.float32), kv="last", max_length=64) for _ in numbers]
+    wanted = [one.generate([[number]], params)[0].token_ids for one, number in zip(alone, (1, 2), strict=True)]
+    assert [done[number].token_ids for number in numbers] == wanted
+
+
 def test_a_prompt_that_must_wait_anyway_costs_no_remembered_ones():
     engine = Engine(ouro_like(dtype=torch.float32), max_length=256, kv_bytes=2**18)  # 16 blocks of 16 tokens
     known, busy, large = [2] * 33, [3] * 100, [4] * 130  # 3 blocks, 2 of them remembered; 7 with 100 to come; 9

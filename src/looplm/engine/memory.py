@@ -69,19 +69,17 @@ class Memory:
     def admit(self, row: Row, blocks: list[tuple[int, ...]], alone: bool) -> bool:
         """Give `row` (its number is set) pages for its prompt, whose full `blocks` may be known; False if too few.
 
-        A row that is not alone leaves a block free for every row to grow into.
+        A row that is not alone leaves a block free to grow into.
         """
         loops, row.weights = row.request.loops, self.weights
         found = [] if self.prefixes is None else self.prefixes.find(self.root(row), blocks)
         for block in found:
             self._append(row, block)
-        spare = 0 if alone else 1
-        if not self._available(
-            (row.prompt_blocks - len(found) + spare) * loops, row.prompt_blocks - len(found) + spare
-        ):
+        new, spare = row.prompt_blocks - len(found), 0 if alone else 1
+        if not self._available(new * loops + spare * self.policy.slots(loops), new + spare):
             self.release(row)
             return False
-        for _ in range(row.prompt_blocks - len(found)):
+        for _ in range(new):
             self._append(row, self._take(loops))
         row.prefilled = len(found)
         return True
