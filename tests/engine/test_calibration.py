@@ -1,6 +1,7 @@
 """Calibration: the threshold found gives the depth or loss asked for, as reading every loop afterwards shows."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -85,9 +86,16 @@ def test_it_is_kept_with_the_model_and_found_again(tmp_path):
     found = calibrate(gated(), ROWS, "exit_cdf", target_loops=2.0)
     save_calibration(found, tmp_path)
     assert load_calibration(tmp_path) == found
-    (tmp_path / "depth.json").write_text(json.dumps({"family": "exit_cdf"}))
-    with pytest.raises(ValueError, match=r"depth\.json is damaged"):
-        load_calibration(tmp_path)
+    good = json.loads((tmp_path / "depth.json").read_text())
+    for damaged in (
+        {"family": "exit_cdf"}, [], None, good | {"family": "nope"}, good | {"max_loops": None},
+        good | {"max_loops": 2.5}, good | {"threshold": "high"}, good | {"threshold": math.nan},
+        good | {"min_loops": "a"}, good | {"more": 1},
+    ):  # fmt: skip
+        (tmp_path / "depth.json").write_text(json.dumps(damaged))
+        with pytest.raises(ValueError, match=r"depth\.json is damaged") as refused:
+            load_calibration(tmp_path)
+        assert "\n" not in str(refused.value)
     with pytest.raises(ValueError, match=r"has no depth\.json"):
         load_calibration(tmp_path / "elsewhere")
 
@@ -98,11 +106,36 @@ def test_it_is_kept_with_the_model_and_found_again(tmp_path):
         ({"family": "fixed"}, "policy 'fixed' has no threshold"),
         ({"family": "exit_cdf"}, "exactly one of target_loops and target_loss"),
         ({"family": "exit_cdf", "target_loops": 2.0, "target_loss": 1.0}, "exactly one"),
+        ({"family": "exit_cdf", "target_loops": math.nan}, "target_loops=nan must be a finite number"),
+        ({"family": "exit_cdf", "target_loss": math.inf}, "target_loss=inf must be a finite number"),
+        ({"family": "exit_cdf", "target_loops": 0.5}, r"tokens do from 1\.00 to 4\.00"),
+        ({"family": "exit_cdf", "target_loops": 9.0}, r"tokens do from 1\.00 to 4\.00"),
     ],
 )
 def test_refusals(ask, message):
     with pytest.raises(ValueError, match=message):
         calibrate(gated(), ROWS, **ask)
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (0, 5), (5,)])
+def test_rows_without_a_successor_are_refused(shape):
+    with pytest.raises(ValueError, match="rows has shape"):
+        calibrate(gated(), torch.ones(shape, dtype=torch.int64), "exit_cdf", target_loops=2.0)
+
+
+def test_a_loss_that_deeper_exits_miss_again_is_found():
+    """Text that the second loop alone foretells; with a gate of 0.6 tokens leave there for q from 0.6 to 0.84."""
+    model, rows = ouro_like(seed=3, dtype=torch.float32), ROWS[:4, :1]
+    with torch.no_grad():
+        model.model.exit_gate.weight.zero_()
+        model.model.exit_gate.bias.fill_(math.log(0.6 / 0.4))
+        for _ in range(20):
+            rows = torch.cat([rows, model(rows, loops=2).logits[:, -1:].argmax(-1)], dim=1)
+    by_loop = calibrate(model, rows, "exit_cdf", target_loops=1.0).loss_by_loop
+    target = (by_loop[1] + min(by_loop[0], *by_loop[2:])) / 2
+    found = calibrate(model, rows, "exit_cdf", target_loss=target)
+    assert (found.mean_loops, found.loss) == (2.0, pytest.approx(by_loop[1]))
+    assert found.threshold == pytest.approx(0.6, abs=1e-5)
 
 
 def test_a_gate_is_needed_for_a_gates_threshold():

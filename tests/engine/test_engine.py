@@ -1,14 +1,26 @@
 """The engine as its users meet it: golden tokens, streams, counts of work, limits, and failures that stay alone."""
 
 import copy
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from engine_models import huginn_like, ouro_like
 
 import looplm
 from looplm.data.tokenizer import train_tokenizer
-from looplm.engine import Engine, ExitCDF, FixedLoops, RingKV, SamplingParams, Speculation, StateConverged
+from looplm.engine import (
+    AnyOf,
+    Engine,
+    ExitCDF,
+    FixedLoops,
+    Margin,
+    RingKV,
+    SamplingParams,
+    Speculation,
+    StateConverged,
+)
 from looplm.engine.runner import Runner
 from looplm.training.adapters import Lora, add_adapter, plain_model
 
@@ -163,6 +175,65 @@ def test_streams_and_lists_of_one_engine_do_not_take_each_others_events(worded):
     assert told[-1].completion.token_ids == wanted[0]
 
 
+@pytest.mark.parametrize("reads", [0, 1, 5])
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_stream_that_nobody_reads_to_its_end_leaves_nothing(worded, reads, closed):
+    model, tokenizer = worded
+    engine = Engine(model, tokenizer, max_length=128)
+    wanted = engine.generate(["or not"], SamplingParams(max_tokens=9))[0].token_ids
+    stream = engine.stream("to be", SamplingParams(max_tokens=30, n=2))
+    for _ in range(reads):
+        next(stream)
+    if closed:
+        stream.close()
+    del stream
+    assert not engine.busy
+    assert not engine._kept
+    assert engine.generate(["or not"], SamplingParams(max_tokens=9))[0].token_ids == wanted
+    assert not engine.scheduler.rows
+    assert not engine._kept
+
+
+def test_a_list_that_is_broken_off_leaves_nothing(worded, monkeypatch):
+    """Ctrl-C in the middle of a tick."""
+    model, tokenizer = worded
+    engine = Engine(model, tokenizer, max_rows=2, max_length=128)
+    (queued,) = engine.submit("to be", SamplingParams(max_tokens=9))
+    steps, step = [], Runner.step
+
+    def interrupted(self, batch):
+        steps.append(batch)
+        if len(steps) == 9:
+            raise KeyboardInterrupt
+        step(self, batch)
+
+    monkeypatch.setattr(Runner, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(["or not"] * 3, SamplingParams(max_tokens=30))
+    assert not engine.scheduler.waiting
+    assert [row.request.number for row in engine.scheduler.rows] == [queued]
+    told = []
+    while engine.busy:
+        told += engine.tick()
+    assert {event.number for event in told} == {queued}
+    assert told[-1].completion.token_ids == engine.generate(["to be"], SamplingParams(max_tokens=9))[0].token_ids
+
+
+def test_ticks_take_nothing_from_a_stream(worded):
+    model, tokenizer = worded
+    engine = Engine(model, tokenizer, max_length=128)
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=1)
+    wanted = engine.generate(["to be"], params)[0].token_ids
+    stream = engine.stream("to be", params)
+    first = next(stream).token
+    (submitted,) = engine.submit("or not", SamplingParams(max_tokens=3))
+    told = []
+    while engine.busy:
+        told += engine.tick()
+    assert {event.number for event in told} == {submitted}
+    assert [first, *(event.token for event in stream if event.token is not None)] == wanted
+
+
 def test_stop_strings_and_ids_end_a_completion(worded):
     model, tokenizer = worded
     engine = Engine(model, tokenizer, max_length=128)
@@ -181,6 +252,16 @@ def test_stop_strings_and_ids_end_a_completion(worded):
         max_tokens=free.token_ids.index(token) + 1, temperature=1.0, seed=3, stop_token_ids=[token]
     )
     assert engine.generate(["to be"], exactly)[0].finish_reason == "stop"
+
+
+def test_a_special_token_is_no_stop_string(worded):
+    """It never is in the text, so it would never stop it."""
+    model, tokenizer = worded
+    engine = Engine(model, tokenizer, max_length=128)
+    with pytest.raises(ValueError, match=r"use stop_token_ids=\[0\]"):
+        engine.generate(["to be"], SamplingParams(stop=["x", "<|endoftext|>"], ignore_eos=True))
+    always = SamplingParams(stop_token_ids=[0], ignore_eos=True, logit_bias={0: 1e9})
+    assert engine.generate(["to be"], always)[0].finish_reason == "stop"
 
 
 def test_n_completions_differ_and_come_in_order(worded):
@@ -219,9 +300,34 @@ def test_the_longest_text_fits_to_the_last_place(rope):
         (lambda engine: engine.submit([1], max_loops=9), "max_loops=9"),
         (lambda engine: engine.submit([1], min_loops=5), "min_loops=5"),
         (lambda engine: engine.submit([1], replay=[1, 7]), "replay asks for 7 loops"),
+        (lambda engine: engine.submit([1.5]), r"a list of token ids, not \[1\.5\]"),
+        (lambda engine: engine.submit(["1"]), r"a list of token ids, not \['1'\]"),
+        (lambda engine: engine.submit(None), "a list of token ids, not None"),
+        (lambda engine: engine.submit(torch.tensor([[1, 2]])), "a list of token ids, not tensor"),
+        (lambda engine: engine.generate([1, 2]), "a list of token ids, not 1"),
+        (lambda engine: engine.generate([[1]], {"max_tokens": 3}), "sampling='max_tokens' must be SamplingParams"),
+        (lambda engine: engine.generate([[1]], [{}]), r"sampling=\{\} must be SamplingParams"),
+        (lambda engine: engine.submit([1], replay=2), "replay must be a list of whole numbers, not 2"),
+        (lambda engine: engine.submit([1], replay=[1.5]), "replay must be a list of whole numbers"),
+        (lambda engine: engine.submit([1], min_loops=1.5), r"min_loops=1\.5"),
+        (lambda engine: engine.submit([1], max_loops="2"), "max_loops='2'"),
+        (lambda engine: engine.submit([1], max_loops=0), "max_loops=0"),
+        (lambda engine: engine.submit([1], state_seed=2**63), "state_seed=9223372036854775808"),
+        (lambda engine: engine.submit([1], state_seed="1"), "state_seed='1'"),
+        (lambda engine: engine.submit([1], warm_start=1), "warm_start=1 must be True or False"),
+        (lambda engine: engine.submit([1], depth=0.5), r"depth=0\.5 must be a depth policy"),
+        (lambda engine: Engine(ouro_like(), depth=ExitCDF), "depth=<class .* must be a depth policy"),
+        (lambda engine: Engine(ouro_like(), speculate=True), "speculate=True must be a Speculation"),
+        (lambda engine: Engine(ouro_like(), seed=0.5), r"seed=0\.5"),
+        (lambda engine: Engine(ouro_like(), max_rows=1.5), r"max_rows=1\.5"),
+        (lambda engine: Engine(ouro_like(), prefill_tokens=0), "prefill_tokens=0"),
+        (lambda engine: Engine(ouro_like(), kv_bytes=1e9), r"kv_bytes=1000000000\.0"),
+        (lambda engine: Engine(ouro_like(), kv_bytes=10**4), "kv_bytes=10000 is too little; .* takes 65536 at 4"),
+        (lambda engine: Engine(ouro_like(), kv_bytes=2**60, max_length=2**50), "find no room on this machine; lower"),
         (lambda engine: engine.submit([1], warm_start=True), "warm_start needs"),
         (lambda engine: engine.submit([1], SamplingParams(stop="x")), "stop strings need a tokenizer"),
-        (lambda engine: engine.submit([1], SamplingParams(logit_bias={61: 1.0})), "token 61"),
+        (lambda engine: engine.submit([1], SamplingParams(logit_bias={61: 1.0})), "logit_bias names token 61"),
+        (lambda engine: engine.submit([1], SamplingParams(stop_token_ids=[5, 61])), "stop_token_ids names token 61"),
         (lambda engine: engine.generate("text"), "prompts is a list"),
         (lambda engine: engine.generate([[1]], [SamplingParams()] * 2), "1 prompts came with 2"),
         (lambda engine: Engine(ouro_like(), kv="ful"), "kv='ful' is not known"),
@@ -229,6 +335,11 @@ def test_the_longest_text_fits_to_the_last_place(rope):
         (lambda engine: Engine(huginn_like(), depth=ExitCDF(0.5)), "reads the exit gate"),
         (lambda engine: Engine(ouro_like(), kv=RingKV(1), speculate=Speculation()), "speculation needs kv='full'"),
         (lambda engine: Engine(ouro_like(), speculate=Speculation(entry=4)), "entry must be below"),
+        (lambda engine: Engine(huginn_like(), depth=Margin(0.3), speculate=Speculation()), "reads predictions"),
+        (
+            lambda engine: Engine(huginn_like(), speculate=Speculation()).submit([1], depth=AnyOf(Margin(0.3))),
+            "run without speculation",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(ask, message):
@@ -237,6 +348,25 @@ def test_what_cannot_be_is_refused_in_one_line(ask, message):
         ask(engine)
     assert "\n" not in str(refused.value)
     assert not engine.busy
+
+
+def test_whole_numbers_of_numpy_and_torch_are_whole_numbers():
+    engine = Engine(ouro_like(), max_length=np.int64(64), seed=np.int64(5))
+    params = SamplingParams(max_tokens=np.int64(6), temperature=1.0, top_k=np.int32(9), logit_bias={np.int64(3): 1.0})
+    plain = SamplingParams(max_tokens=6, temperature=1.0, top_k=9, logit_bias={3: 1.0})
+    for seed in (None, 7):
+        prompts = [np.array([1, 2]), torch.tensor([1, 2]), [np.int32(1), torch.tensor(2)], (1, 2), range(1, 3)]
+        seeded = replace(params, seed=None if seed is None else np.int64(seed))
+        found = engine.generate(prompts, seeded, replay=np.array([1, 2]), max_loops=np.int64(3), state_seed=np.int64(2))
+        wanted = Engine(ouro_like(), max_length=64, seed=5).generate(
+            [[1, 2]] * 5, replace(plain, seed=seed), replay=[1, 2], max_loops=3, state_seed=2
+        )
+        assert [one.prompt_token_ids for one in found] == [[1, 2]] * 5
+        if seed is None:
+            assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
+        else:
+            assert {tuple(one.token_ids) for one in found} == {tuple(one.token_ids) for one in wanted}
+            assert len({tuple(one.token_ids) for one in found}) == 1
 
 
 def test_what_can_never_fit_is_refused_at_admission():
@@ -248,6 +378,36 @@ def test_what_can_never_fit_is_refused_at_admission():
     with pytest.raises(ValueError, match="the prompt of 257 tokens"):  # all loops of it, while it is prefilled
         shared.submit([1] * 257, SamplingParams(max_tokens=5))
     assert shared.generate([[1] * 256], SamplingParams(max_tokens=200))[0].finish_reason == "length"
+
+
+def test_the_block_left_to_grow_into_is_one_of_the_kv_policy():
+    """Of six pages the first row holds one, and the second needs four for its prompt's loops and one to grow into."""
+    engine = Engine(ouro_like(dtype=torch.float32), kv="last", max_length=64, kv_bytes=6 * 2**12)
+    params = SamplingParams(max_tokens=20)
+    numbers = [engine.submit([number], params)[0] for number in (1, 2)]
+    engine.tick()
+    engine.tick()
+    assert [row.request.number for row in engine.scheduler.rows] == numbers
+    done = {event.number: event.completion for _ in range(200) for event in engine.tick() if event.completion}
+    alone = [Engine(ouro_like(dtype=torch.float32), kv="last", max_length=64) for _ in numbers]
+    wanted = [one.generate([[number]], params)[0].token_ids for one, number in zip(alone, (1, 2), strict=True)]
+    assert [done[number].token_ids for number in numbers] == wanted
+
+
+def test_a_prompt_that_must_wait_anyway_costs_no_remembered_ones():
+    engine = Engine(ouro_like(dtype=torch.float32), max_length=256, kv_bytes=2**18)  # 16 blocks of 16 tokens
+    known, busy, large = [2] * 33, [3] * 100, [4] * 130  # 3 blocks, 2 of them remembered; 7 with 100 to come; 9
+    engine.generate([known], SamplingParams(max_tokens=1))
+    (first,) = engine.submit(busy, SamplingParams(max_tokens=40))
+    engine.tick()
+    (second,) = engine.submit(large, SamplingParams(max_tokens=1))
+    for _ in range(20):
+        engine.tick()
+    assert [row.request.number for row in engine.scheduler.rows] == [first]
+    for number in (first, second):
+        engine.cancel(number)
+    engine.generate([known], SamplingParams(max_tokens=1))
+    assert engine.stats.reused_tokens == 32
 
 
 def test_a_state_that_is_not_a_number_ends_its_row_alone():
@@ -327,6 +487,26 @@ def test_the_engine_reads_the_models_weights_where_they_are(tmp_path):
     looplm.save(model, tmp_path / "saved")
     loaded = looplm.load(tmp_path / "saved")
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize("ticks", [1, 2, 3, 9])
+def test_what_old_weights_computed_is_nothing_to_later_prompts(ticks):
+    """The weights change while a prompt is in the middle of its prefill, or just after it."""
+    model, prompt = ouro_like(dtype=torch.float32), list(range(1, 50))
+    engine = Engine(model, max_length=128, prefill_tokens=16, deterministic=True)
+    engine.submit(prompt, GREEDY)
+    for _ in range(ticks):
+        engine.tick()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.7)
+    engine.forget_prefixes()
+    while engine.busy:
+        engine.tick()
+    after, again = (engine.generate([prompt], GREEDY)[0] for _ in range(2))
+    fresh = Engine(model, max_length=128, deterministic=True).generate([prompt], GREEDY)[0]
+    assert after.logprobs == again.logprobs == fresh.logprobs
+    assert engine.stats.reused_tokens == 48  # of the last one alone
 
 
 def test_a_model_with_adapters_is_refused_not_run_without_them():

@@ -1,5 +1,6 @@
 """Pages and the prefix cache against a plain model of who holds what, over long random lives."""
 
+import copy
 import random
 from collections import Counter
 from collections.abc import Hashable
@@ -115,9 +116,20 @@ class World:
         return taken
 
     def make_room(self, tables: int) -> bool:
-        while self.core.num_free < tables or self.boundary.num_free < 1:
-            if not self.evict():
+        """Nothing is given up where everything would not do; else no more than it takes, the oldest first."""
+        more = tables - self.core.num_free, 1 - self.boundary.num_free
+        if max(more) <= 0:
+            return True
+        truth, before = copy.deepcopy(self), len(self.known)
+        while truth.core.num_free < tables or truth.boundary.num_free < 1:
+            if not truth.evict():
+                assert not self.cache.make_room(*more)
+                assert len(self.cache) == before
                 return False
+        assert self.cache.make_room(*more)
+        self.known, self.used = truth.known, truth.used
+        self.seen["evicted"] += before - len(self.known)
+        assert self.cache._ids == truth.cache._ids
         return True
 
     def evict(self) -> bool:

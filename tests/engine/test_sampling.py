@@ -309,10 +309,12 @@ NUMBERS = [math.nan, math.inf, -math.inf, True, "1", None]
         *((name, [0, *NUMBERS, 1.5, -1]) for name in ("max_tokens", "n")),
         *((name, [*NUMBERS, 1.5, -1]) for name in ("min_tokens", "top_k", "logprobs")),
         ("temperature", [-0.1, *NUMBERS]), ("top_p", [0, -0.5, 1.01, *NUMBERS]), ("min_p", [-0.1, 1.01, *NUMBERS]),
-        ("repetition_penalty", [0, -1.0, *NUMBERS]), ("presence_penalty", NUMBERS), ("frequency_penalty", NUMBERS),
+        ("repetition_penalty", [0, -1.0, 1e-31, 1e31, *NUMBERS]), ("presence_penalty", [1e31, *NUMBERS]),
+        ("frequency_penalty", [-1e31, *NUMBERS]),
         ("seed", [-1, 2**63, 1.0, True, "1", math.nan]), ("stop", ["", ["a", ""], [3], 5, None]),
         ("stop_token_ids", [5, [-1], [1.0], [True], ["a"], None]), ("ignore_eos", ["no", None, 0]),
         ("logit_bias", [{3: math.inf}, {3: math.nan}, {"3": 1.0}, {-1: 1.0}, {True: 1.0}, {3: "1"}, [(3, 1.0)], None]),
+        ("logit_bias", [{3: 1e31}, {3: -1e31}]),
         ("min_tokens", [65]),
     ],
 )  # fmt: skip
@@ -322,6 +324,33 @@ def test_nonsense_is_refused_by_name(name: str, values: list) -> None:
             SamplingParams(**{name: value})
         assert "\n" not in str(caught.value)
         assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("settings", "token"),
+    [
+        ({"logit_bias": {3: 1e30, 4: -1e30}}, 3),
+        ({"logit_bias": dict.fromkeys([*range(3), *range(4, VOCAB)], -1e30)}, 3),
+        ({"presence_penalty": -1e30}, 5), ({"frequency_penalty": -1e30}, 5), ({"repetition_penalty": 1e-30}, 5),
+        ({"presence_penalty": 1e30, "logit_bias": {5: 9.0, 3: 8.5}, "top_k": 1}, 3),
+    ],
+)  # fmt: skip
+def test_the_largest_settings_are_no_nan(settings: dict, token: int, temperature: float) -> None:
+    """Where logits are 0, too: what overflowed to infinity would be multiplied by them."""
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 5] = 1e-3
+    rows = [ask(SamplingParams(temperature=temperature, **settings), made=[5])]
+    assert choose(logits, rows).tokens == [token]
+    assert choose(logits, rows).leads[0] >= 0
+
+
+def test_more_than_the_vocabulary_is_all_of_it() -> None:
+    logits = random_logits(8)
+    for name in ("top_k", "logprobs"):
+        rows = [ask(SamplingParams(temperature=1.0, **{name: 2**70}), seed=seed) for seed in range(8)]
+        free = [ask(SamplingParams(temperature=1.0), seed=seed) for seed in range(8)]
+        assert choose(logits, rows).tokens == choose(logits, free).tokens
 
 
 def test_the_ends_of_the_ranges_are_taken() -> None:

@@ -161,12 +161,12 @@ def test_many_steps_find_the_dominant_eigenvalue_of_a_model(form):
 def test_secant_and_adjacent_by_hand():
     states = {1: 0.0, 2: 1.0, 3: 1.5, 4: 3.0}
     states = {loop: torch.full((2, 3, 5), value) for loop, value in states.items()}
-    rows = torch.tensor([0, 1])
-    assert SecantRatio().values(states, 4, rows).tolist() == pytest.approx([2, 2])  # 1.5 / 0.5 - 1
-    assert SecantRatio().values(states, 3, rows).tolist() == [0, 0]  # 0.5 / 1 - 1 is below 0
-    assert SecantRatio().values(states, 2, rows).tolist() == [0, 0]
-    assert AdjacentL2().values(states, 4, rows).tolist() == pytest.approx([(1 + 0.25 + 2.25) / 3] * 2)
-    assert AdjacentL2().values(states, 1, rows).tolist() == [0, 0]
+    rows, real = torch.tensor([0, 1]), torch.ones(2, 3, dtype=torch.bool)
+    assert SecantRatio().values(states, 4, rows, real).tolist() == pytest.approx([2, 2])  # 1.5 / 0.5 - 1
+    assert SecantRatio().values(states, 3, rows, real).tolist() == [0, 0]  # 0.5 / 1 - 1 is below 0
+    assert SecantRatio().values(states, 2, rows, real).tolist() == [0, 0]
+    assert AdjacentL2().values(states, 4, rows, real).tolist() == pytest.approx([(1 + 0.25 + 2.25) / 3] * 2)
+    assert AdjacentL2().values(states, 1, rows, real).tolist() == [0, 0]
     assert SecantRatio().needs(5) == {3, 4, 5}
     assert SecantRatio().needs(2) == {1, 2}
     assert AdjacentL2().needs(3) == {1, 2, 3}
@@ -175,7 +175,7 @@ def test_secant_and_adjacent_by_hand():
 
 def test_a_state_that_stands_still_gives_no_nan():
     states = {loop: torch.ones(1, 2, 3, requires_grad=True) for loop in (1, 2, 3)}
-    SecantRatio(target=0.0).values(states, 3, torch.tensor([0])).sum().backward()
+    SecantRatio(target=0.0).values(states, 3, torch.tensor([0]), torch.tensor([[True, False]])).sum().backward()
     assert states[3].grad.isfinite().all()
 
 
@@ -295,6 +295,76 @@ def test_other_seeds_draw_other_directions():
     assert torch.equal(JacobianVector().draw(torch.tensor([2]), x[:1])[0], v[1])
 
 
+# Padding ----------------------------------------------------------------------------------------------------------
+
+
+def padded_by_hand(pad, padding):
+    """Rows of 3 and 5 real tokens as a model is given them, filled up to 7 by `pad`; then each alone, without."""
+    ids, lengths = random_ids(2, 7, seed=3), (3, 5)
+    places = torch.arange(7).expand(2, 7)
+    real = places < torch.tensor(lengths)[:, None]
+    filled = torch.where(real, ids, pad)
+    given = {"position_ids": places * real} if padding == "positions" else {"attention_mask": real.long()}
+    return filled, given, [ids[[row], :length] for row, length in enumerate(lengths)]
+
+
+def penalised(form, model, ids, rows, seeds, direction=None, **given):
+    """The value of the term, its gradient, and the direction after it."""
+    model.zero_grad()
+    term = StabilityTerm(Stability(form=form))
+    term.direction = direction
+    trace = model.model(ids, loops=3, keep_loops="all", use_cache=False, state_seed=torch.tensor(seeds), **given)
+    value = term(model, trace, batch_of(rows, seeds))[0]
+    value.backward()
+    term.end_step(lambda tensor: tensor)
+    return value.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None], term.direction
+
+
+@pytest.mark.parametrize("padding", ["positions", "mask"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("form", [form for form in PER_ROW if not getattr(form, "warm", False)], ids=str)
+def test_padding_weighs_nothing(form, family, padding):
+    """The mean of the rows without their padding, in value and gradient, whatever token fills them up."""
+    model = small(family)
+    for pad in (0, 17):
+        filled, given, each = padded_by_hand(pad, padding)
+        found = penalised(form, model, filled, [0, 1], [5, 6], **given)
+        alone = [penalised(form, model, ids, [0], [seed]) for ids, seed in zip(each, (5, 6), strict=True)]
+        tolerance = {"rtol": 1e-5, "atol": 1e-9} if form.kind == "finite_difference" else {"rtol": 1e-9, "atol": 1e-9}
+        torch.testing.assert_close(found[0], (alone[0][0] + alone[1][0]) / 2, **tolerance)
+        assert found[0] > 0
+        for gradient, *others in zip(found[1], *(one[1] for one in alone), strict=True):
+            torch.testing.assert_close(gradient, sum(others) / 2, **tolerance)
+
+
+@pytest.mark.parametrize("form", [JacobianVector(warm=True), FiniteDifference(epsilon=1e-4, warm=True)], ids=str)
+def test_a_warm_direction_has_a_part_for_every_length(form):
+    """Each row measures its own part of it at unit length, and turns that part alone."""
+    model, direction = small(), torch.nn.functional.normalize(random_ids(1, 56).double() - 30).view(7, 8)
+    filled, given, each = padded_by_hand(17, "positions")
+    value, _, turned = penalised(form, model, filled, [0, 1], [5, 6], direction, **given)
+    values, images = [], torch.zeros(7, 8, dtype=torch.float64)
+    for ids in each:
+        length = ids.shape[1]
+        _, x, jacobian = probed(model, model.model(ids, loops=3, keep_loops="all", use_cache=False))
+        image = jacobian @ direction[:length].flatten()
+        values.append((image.norm() / direction[:length].norm()) ** 2)
+        images[:length] += image.view_as(x[0])
+    tolerance = 1e-3 if form.kind == "finite_difference" else 1e-9
+    torch.testing.assert_close(value, torch.stack(values).mean(), rtol=tolerance, atol=0)
+    torch.testing.assert_close(turned, images / images.norm(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("form", [*PER_ROW, VectorJacobian(whole_tensor=True)], ids=str)
+def test_a_row_of_padding_alone_is_no_nan(form):
+    model = small()
+    value, gradients, _ = penalised(
+        form, model, random_ids(1, 4), [0], [5], position_ids=torch.zeros(1, 4, dtype=torch.int64)
+    )
+    assert value == 0
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
 # Warm directions --------------------------------------------------------------------------------------------------
 
 
@@ -315,7 +385,9 @@ class LinearCore(torch.nn.Module):
 
     def trace(self, rows):
         state = torch.ones(rows, 2, 3, dtype=torch.float64)
-        context = SimpleNamespace(rows=lambda index: SimpleNamespace(index=index))
+        context = SimpleNamespace(
+            rows=lambda index: SimpleNamespace(index=index), position_ids=torch.arange(2).expand(rows, 2)
+        )  # fmt: skip
         return SimpleNamespace(states={1: state}, gate_logits=None, inputs=state, context=context)
 
 

@@ -78,7 +78,7 @@ def test_bench_parallel_prints_json(checkpoint):
     done = run("bench", "parallel", checkpoint, "--inner-loops", "2", "--thresholds", "0,0.5", "--prompts", 1,
                "--tokens", 4, "--repeats", 1, "--json")  # fmt: skip
     found = json.loads(done.output)
-    assert (found["tokens"], found["wavefront"], len(found["rows"])) == (4, 128, 5)
+    assert (found["problem"]["tokens"], found["problem"]["wavefront"], len(found["rows"])) == (4, 128, 5)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import torch
 from pydantic import TypeAdapter
 
 from looplm.cli.corpus import tokenize_corpus
-from looplm.data.rows import real_tokens
 from looplm.data.shards import TokenShards
 from looplm.data.text import read_documents
 from looplm.data.tokenizer import CHAT_TOKENS, encode, train_tokenizer
+from looplm.models.context import real_tokens
 from looplm.tasks import Compose
 from looplm.training.data_recipe import Data
 from looplm.training.loader import StepLoader, first_rows, row_seed, step_weights

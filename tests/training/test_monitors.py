@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from conftest import random_ids, tiny_config, tiny_model
 from looplm import LoopLMForCausalLM
 from looplm.data.packing import Document, packed_row
-from looplm.data.rows import empty_row, real_tokens, stack
-from looplm.models.context import build_context
+from looplm.data.rows import empty_row, stack
+from looplm.models.context import build_context, real_tokens
 from looplm.objectives import ExpectedLoss
 from looplm.training.module import MetricSums
 from looplm.training.monitors import (

@@ -5,7 +5,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 IGNORED = -100
 Row = dict[str, Tensor]
@@ -34,15 +33,6 @@ class RowSource(Protocol):
 def stack(rows: Sequence[Row]) -> dict[str, Tensor]:
     """The batch [B, length] of some rows."""
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-def real_tokens(position_ids: Tensor) -> Tensor:
-    """Which tokens of rows with these positions [B, length] are text: all that have another of their document beside.
-
-    Padding restarts at every token. So does a document of one token, which predicts nothing and which nothing predicts.
-    """
-    follows = F.pad(position_ids.diff(dim=-1) == 1, (1, 1))
-    return follows[..., :-1] | follows[..., 1:]
 
 
 def empty_row(length: int, pad: int) -> Row:

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -11,11 +12,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from looplm.engine.criteria import CosineConverged, EntropyBelow, LogitsKL, Margin, StateConverged, StepBelow
-from looplm.engine.policies import DepthPolicy, ExitCDF, GateAbove, Seen, first_exits
+from looplm.engine.policies import DepthPolicy, ExitCDF, GateAbove, Seen, first_exits, is_number, is_whole
 from looplm.models import LoopLMForCausalLM, Trace
 
 FILE = "depth.json"
 _STEPS = 30  # halvings of the threshold's range
+_WINDOW = 2**-12  # the least part of that range in which a loss alone is looked for
 _LOGITS = 36.0  # gates saturate: thresholds as near to 0 and to 1 as float64 tells apart
 
 
@@ -41,19 +43,12 @@ class Family:
         the latest where none has."""
         if reached(self.policy(self.earliest, min_loops)):
             return self.earliest
-        early, late = 0.0, 1.0
-        for _ in range(_STEPS):
-            middle = (early + late) / 2
-            if reached(self.policy(self.between(middle), min_loops)):
-                late = middle
-            else:
-                early = middle
-        return self.between(late)
+        return self.between(_halved(lambda part: reached(self.policy(self.between(part), min_loops)), 0.0, 1.0))
 
     def between(self, part: float) -> float:
         """The threshold at a part from 0, the earliest, to 1, the latest: even in logits, or in decades."""
-        if part == 1:
-            return self.latest
+        if part in (0, 1):
+            return self.latest if part else self.earliest
         if {self.earliest, self.latest} == {0.0, 1.0}:
             return 1 / (1 + math.exp(_LOGITS * (1 - 2 * part)))
         if self.latest == 0:
@@ -89,6 +84,12 @@ class Calibration:
     loss_by_loop: list[float]
     tokens: int
 
+    def __post_init__(self) -> None:
+        _check_family(self.family)
+        if not is_whole(self.max_loops):
+            raise ValueError(f"max_loops={self.max_loops!r} must be a whole number of at least 1")
+        self.policy()
+
     def policy(self) -> DepthPolicy:
         """The policy itself."""
         return FAMILIES[self.family].policy(self.threshold, self.min_loops)
@@ -102,32 +103,36 @@ def calibrate(
 
     Every position but a row's last counts. States are those of all loops run, as in prefill; text that is generated
     with early exits differs from that in the keys that its tokens see. Of a target loss the earliest threshold that
-    reaches it is taken.
+    reaches it is taken, though deeper ones may miss it again (looped models may think too long).
 
     Raises:
-        ValueError: for an unknown family, a target outside what is to be had (named), or none or both of the targets.
+        ValueError: for an unknown family, a target outside what is to be had (named), none or both of the targets, or
+            rows without a token that has a successor.
     """
-    if family not in FAMILIES:
-        raise ValueError(f"policy '{family}' has no threshold to find; choose one of {', '.join(FAMILIES)}")
-    if (target_loops is None) == (target_loss is None):
-        raise ValueError("give exactly one of target_loops and target_loss")
+    _check_family(family)
+    _check_target(target_loops, target_loss)
     kind, loops = FAMILIES[family], model.config.loops if max_loops is None else max_loops
     floor = kind.floor if min_loops is None else min_loops
     text = ReadText(model, rows, loops, batch)
 
-    def outcome(policy: DepthPolicy) -> tuple[float, float]:
-        exits = text.exits(policy)
+    @cache
+    def outcome(part: float) -> tuple[float, float]:
+        exits = text.exits(kind.policy(kind.between(part), floor))
         return exits.double().mean().item(), text.losses.gather(1, exits[:, None] - 1).double().mean().item()
 
-    def reached(policy: DepthPolicy) -> bool:
-        mean_loops, loss = outcome(policy)
-        return mean_loops >= target_loops if target_loops is not None else loss <= (target_loss or 0.0)
+    def reached(part: float) -> bool:
+        mean_loops, loss = outcome(part)
+        return mean_loops >= target_loops - 1e-9 if target_loops is not None else loss <= (target_loss or 0.0)
 
-    threshold = kind.nearest(reached, floor)
-    mean_loops, loss = outcome(kind.policy(threshold, floor))
-    _check_reached(mean_loops, loss, target_loops, target_loss, outcome(kind.policy(kind.earliest, floor)))
+    # Depth only grows from the earliest threshold to the latest, so the whole range holds it; a loss may come and go.
+    near = math.inf if target_loss is None else loops / 16
+    found = 0.0 if reached(0.0) else _search(reached, lambda part: outcome(part)[0], near)
+    if found is None or (target_loops is not None and outcome(0.0)[0] > target_loops + 1e-9):
+        raise ValueError(_missed(target_loops, target_loss, [outcome(part) for part in (0.0, 1.0)]))
+    mean_loops, loss = outcome(found)
     return Calibration(
-        family=family, threshold=threshold, min_loops=floor, max_loops=loops, mean_loops=mean_loops, loss=loss,
+        family=family, threshold=kind.between(found), min_loops=floor, max_loops=loops,
+        mean_loops=mean_loops, loss=loss,
         loss_by_loop=text.losses.double().mean(0).tolist(), tokens=len(text.losses),
     )  # fmt: skip
 
@@ -150,7 +155,7 @@ def load_calibration(folder: str | Path) -> Calibration:
         raise ValueError(f"{folder} has no {FILE}; make it with `looplm calibrate`")
     try:
         return Calibration(**json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError) as error:  # whatever the file holds, and whatever the policy refuses
         raise ValueError(f"{path} is damaged ({error}); make it again with `looplm calibrate`") from error
 
 
@@ -162,6 +167,8 @@ class ReadText:
 
     @torch.no_grad()
     def __init__(self, model: LoopLMForCausalLM, rows: Tensor, loops: int, batch: int = 4) -> None:
+        if rows.ndim != 2 or rows.shape[0] < 1 or rows.shape[1] < 2:
+            raise ValueError(f"rows has shape {list(rows.shape)}; expected [rows, tokens], at least two tokens each")
         self._parts = [_Part(model, part, loops) for part in rows.split(batch)]
         self.losses = torch.cat([part.losses for part in self._parts])
 
@@ -216,12 +223,50 @@ def _flat(states: Tensor) -> Tensor:
     return states[:, :-1].flatten(0, 1)
 
 
-def _check_reached(
-    mean_loops: float, loss: float, target_loops: float | None, target_loss: float | None, least: tuple[float, float]
-) -> None:
-    if target_loops is not None and (mean_loops < target_loops - 1e-9 or least[0] > target_loops + 1e-9):
-        raise ValueError(
-            f"target_loops={target_loops} is not to be had: tokens do from {least[0]:.2f} to {mean_loops:.2f}"
-        )
-    if target_loss is not None and loss > target_loss:
-        raise ValueError(f"target_loss={target_loss} is not to be had: the latest exit costs {loss:.4f} nats a token")
+def _check_family(family: str) -> None:
+    if family not in FAMILIES:
+        raise ValueError(f"policy '{family}' has no threshold to find; choose one of {', '.join(FAMILIES)}")
+
+
+def _check_target(target_loops: float | None, target_loss: float | None) -> None:
+    if (target_loops is None) == (target_loss is None):
+        raise ValueError("give exactly one of target_loops and target_loss")
+    for name, target in (("target_loops", target_loops), ("target_loss", target_loss)):
+        if target is not None and not (is_number(target) and math.isfinite(target)):
+            raise ValueError(f"{name}={target!r} must be a finite number")
+
+
+def _search(reached: Callable[[float], bool], depth: Callable[[float], float], near: float) -> float | None:
+    """The first part of the range, above 0, at which the target is reached; None if it is at none that was tried.
+
+    Ends of brackets differ by no more than `near` loops, or lie as near as `_WINDOW`.
+    """
+
+    def bracket(early: float, late: float) -> tuple[float, float] | None:
+        if depth(late) - depth(early) <= near or late - early <= _WINDOW:
+            return (early, late) if reached(late) else None
+        middle = (early + late) / 2
+        return bracket(early, middle) or bracket(middle, late)
+
+    found = bracket(0.0, 1.0)
+    if found is None:
+        return None
+    return _halved(reached, *found)
+
+
+def _halved(reached: Callable[[float], bool], early: float, late: float) -> float:
+    """The first part between the two at which the target is reached, if all later ones reach it."""
+    for _ in range(_STEPS):
+        middle = (early + late) / 2
+        early, late = (early, middle) if reached(middle) else (middle, late)
+    return late
+
+
+def _missed(target_loops: float | None, target_loss: float | None, ends: list[tuple[float, float]]) -> str:
+    (least, first), (most, last) = ends
+    if target_loops is not None:
+        return f"target_loops={target_loops} is not to be had: tokens do from {least:.2f} to {most:.2f}"
+    return (
+        f"target_loss={target_loss} is not to be had: the earliest exit costs {first:.4f} nats a token, the latest "
+        f"{last:.4f}, and none between them costs so little"
+    )

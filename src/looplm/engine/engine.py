@@ -1,6 +1,7 @@
 """The engine: rows at mixed depths in one core step, refilled at every loop."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -10,12 +11,12 @@ from looplm.engine.graphs import cuda_graph
 from looplm.engine.intake import Intake, Options, Prompt
 from looplm.engine.kv_policies import KVPolicy, kv_policy, recomputes
 from looplm.engine.memory import Memory
-from looplm.engine.policies import DepthPolicy, FixedLoops
-from looplm.engine.requests import Completion, TokenEvent
+from looplm.engine.policies import DepthPolicy, FixedLoops, check_policy, is_whole
+from looplm.engine.requests import Completion, Row, TokenEvent
 from looplm.engine.runner import Runner
 from looplm.engine.sampling import SamplingParams
 from looplm.engine.scheduler import Scheduler
-from looplm.engine.speculation import Speculation
+from looplm.engine.speculation import Speculation, check_speculation
 from looplm.engine.store import PAGE
 from looplm.models import LoopLMForCausalLM
 from looplm.models.tokens import end_token_ids
@@ -48,13 +49,17 @@ class Engine:
         deterministic: bool = False, speculate: Speculation | None = None, cuda_graphs: bool = False, seed: int = 0,
     ) -> None:  # fmt: skip
         policy, loops = kv_policy(kv), model.config.loops if loops is None else loops
-        _check_sizes(model, loops=loops, max_rows=max_rows, max_length=max_length, min_readout=min_readout)
-        depth = FixedLoops(loops) if depth is None else depth
-        depth.check_model(model.config, loops)
+        _check_sizes(
+            model, loops=loops, max_rows=max_rows, max_length=max_length, min_readout=min_readout, kv_bytes=kv_bytes,
+            prefill_tokens=prefill_tokens,
+        )  # fmt: skip
+        if not is_whole(seed, -math.inf):
+            raise ValueError(f"seed={seed!r} must be a whole number")
         if cuda_graphs and model.device.type != "cuda":
             raise ValueError(f"cuda_graphs needs a model on a GPU; this one is on '{model.device}'")
+        depth = check_policy(FixedLoops(loops) if depth is None else depth)
         if speculate is not None:
-            speculate.check(policy, loops)
+            check_speculation(speculate).check(policy, loops)
         width = 1 if speculate is None else speculate.width_at(loops)
         # What may be recomputed keeps its state, one for each token.
         lanes = max_rows * (max_length if recomputes(policy) else width)
@@ -69,8 +74,10 @@ class Engine:
             max_length=max_length, seed=seed, speculates=speculate is not None,
             ends=frozenset(end_token_ids(model, None if tokenizer is None else tokenizer.eos_token_id)),
         )  # fmt: skip
+        self.intake.check_depth(depth)
         blocks = max(1, prefill_tokens // PAGE)
         self._kept: list[TokenEvent] = []
+        self._claimed: set[int] = set()  # requests that streams and lists report themselves
         self._flight = Flight(memory, self.scheduler, self.runner, speculate, blocks, min_readout)
 
     @property
@@ -90,38 +97,44 @@ class Engine:
         """
         if isinstance(prompts, str):
             raise ValueError("prompts is a list; for one prompt give [prompt]")
+        prompts = list(prompts)
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams | None) else list(sampling)
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts came with {len(each)} sampling parameters; give one, or as many")
         rows = [
             row
             for prompt, params in zip(prompts, each, strict=True)
-            for row in self.intake.rows(prompt, params or SamplingParams(), Options(**options))
+            for row in self.intake.rows(prompt, params, Options(**options))
         ]
-        self.scheduler.waiting.extend(rows)
-        missing = {row.request.number for row in rows}
-        done: dict[int, Completion] = {}
-        while missing:
-            for event in self._tick_for(missing):
-                if event.completion is not None:
-                    done[event.number] = event.completion
-                    missing.discard(event.number)
+        done = {event.number: event.completion for event in self._events(rows) if event.completion is not None}
         return [done[row.request.number] for row in rows]
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any) -> Iterator[TokenEvent]:
-        """Complete one prompt token by token; closing the iterator cancels. `options` as in `generate`."""
-        return self._stream(set(self.submit(prompt, sampling, **options)))
+        """Complete one prompt token by token, from when the first is asked for. `options` as in `generate`.
 
-    def _stream(self, numbers: set[int]) -> Iterator[TokenEvent]:
+        Closing the iterator, or letting go of it, cancels.
+        """
+        return self._events(self.intake.rows(prompt, sampling, Options(**options)))
+
+    def _events(self, rows: Sequence[Row]) -> Iterator[TokenEvent]:
+        """What comes of `rows`, which nobody else is told; who leaves early cancels them."""
+        mine = {row.request.number for row in rows}
+        missing = set(mine)
+        self.scheduler.waiting.extend(rows)
+        self._claimed |= mine
         try:
-            while numbers:
-                for event in self._tick_for(numbers):
+            while missing:
+                for event in self._tick(lambda number: number in mine):
                     if event.completion is not None:
-                        numbers.discard(event.number)
+                        missing.discard(event.number)
                     yield event
         finally:
-            for number in numbers:
+            for number in missing:
                 self.cancel(number)
+            self._claimed -= mine
+            self._kept, self._flight.events = (
+                [event for event in told if event.number not in mine] for told in (self._kept, self._flight.events)
+            )
 
     def submit(self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any) -> list[int]:
         """Queue a prompt: the numbers of its `n` completions, by which `tick` reports and `cancel` finds them.
@@ -129,7 +142,7 @@ class Engine:
         Raises:
             ValueError: for an empty prompt, an unknown token, a depth beyond the engine's, or what can never fit.
         """
-        rows = self.intake.rows(prompt, sampling or SamplingParams(), Options(**options))
+        rows = self.intake.rows(prompt, sampling, Options(**options))
         self.scheduler.waiting.extend(rows)
         return [row.request.number for row in rows]
 
@@ -141,30 +154,32 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether any request has not ended, or has not been reported."""
-        return bool(self.scheduler.waiting or self.scheduler.rows or self._flight.events or self._kept)
+        """Whether any request has not ended, or `tick` has not reported it."""
+        untold = any(event.number not in self._claimed for event in self._kept)
+        return bool(self.scheduler.waiting or self.scheduler.rows or self._flight.events or untold)
 
     def forget_prefixes(self) -> None:
-        """Drop what is kept of earlier prompts: to be called when the model's weights have changed."""
-        if self.memory.prefixes is not None:
-            self.memory.prefixes.clear()
+        """Drop what is kept of earlier prompts: to be called when the model's weights have changed.
+
+        Requests in the loop go on with the new weights on what the old ones computed, and leave nothing to later ones.
+        """
+        self.memory.forget()
 
     def tick(self) -> list[TokenEvent]:
-        """One core step of everything in flight, and what came of it; nothing is told twice."""
-        kept, self._kept = self._kept, []
-        return kept + self._flight.tick()
+        """One core step of everything in flight, and what came of what was submitted; nothing is told twice."""
+        return self._tick(lambda number: number not in self._claimed)
 
-    def _tick_for(self, numbers: set[int]) -> list[TokenEvent]:
-        """`tick`, and what it says of some requests; what it says of others stays for who asks for them."""
-        events = self.tick()
-        self._kept = [event for event in events if event.number not in numbers]
-        return [event for event in events if event.number in numbers]
+    def _tick(self, wanted: Callable[[int], bool]) -> list[TokenEvent]:
+        """A tick, and what is to be told of some requests; what it says of others stays for who asks for them."""
+        events = self._kept + self._flight.tick()
+        self._kept = [event for event in events if not wanted(event.number)]
+        return [event for event in events if wanted(event.number)]
 
 
 def _check_sizes(model: LoopLMForCausalLM, **counts: int) -> None:
     for name, count in counts.items():
-        if count < 1:
-            raise ValueError(f"{name}={count} must be at least 1")
+        if not is_whole(count):
+            raise ValueError(f"{name}={count!r} must be a whole number of at least 1")
     places = model.config.max_position_embeddings
     if model.config.rope == "learned" and counts["max_length"] > places:
         raise ValueError(

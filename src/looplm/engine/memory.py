@@ -28,19 +28,28 @@ class Memory:
         block = token * (config.core_layers * policy.slots(loops) + edge_layers)
         # Beside all rows' longest texts, one prompt has room for every loop while it is prefilled.
         most = rows * self.max_blocks + -(-self.max_blocks * (loops - policy.slots(loops)) // policy.slots(loops))
-        blocks = min(budget // block, most)
         least = -(-loops // policy.slots(loops)) + 1  # one block of prompt, all loops of it
-        blocks = max(blocks, least)
-        self.core_pages = Pages(blocks * policy.slots(loops))
-        self.boundary_pages = Pages(blocks if edge_layers else 0)
+        blocks = min(budget // block, max(most, least))
+        if blocks < least:
+            raise ValueError(
+                f"kv_bytes={budget} is too little; a prompt of one token takes {least * block} at {loops} loops"
+            )
+        num_core, num_boundary = blocks * policy.slots(loops), blocks if edge_layers else 0
+        try:
+            self.core = Pool(config.core_layers, num_core + 2, config, like)
+            self.boundary = Pool(edge_layers, num_boundary + 2, config, like)
+        except RuntimeError as error:  # so torch says it, wherever the memory is
+            raise ValueError(
+                f"keys and values of {blocks * block} bytes find no room on this machine; lower kv_bytes or max_length"
+            ) from error
+        self.core_pages, self.boundary_pages = Pages(num_core), Pages(num_boundary)
         self.has_boundary = edge_layers > 0
-        self.core = Pool(config.core_layers, self.core_pages.num_pages + 2, config, like)
-        self.boundary = Pool(edge_layers, self.boundary_pages.num_pages + 2, config, like)
         self.slots = np.array([0, *(policy.slot(loop) for loop in range(1, loops + 1))])  # by loop
         self.core_tables = np.zeros((rows, loops, self.max_blocks), dtype=np.int64)
         self.boundary_tables = np.zeros((rows, self.max_blocks), dtype=np.int64)
         # A mean is written over pages of the prompt, which nobody else may hold then.
         self.prefixes = None if policy.keeps == "mean" else PrefixCache(self.core_pages, self.boundary_pages)
+        self.weights = 0  # a count of the model's weights, one up whenever they change
 
     def check_fits(self, prompt: int, longest: int, loops: int) -> None:
         """Refuse a request that could not be finished with all memory to itself."""
@@ -60,19 +69,17 @@ class Memory:
     def admit(self, row: Row, blocks: list[tuple[int, ...]], alone: bool) -> bool:
         """Give `row` (its number is set) pages for its prompt, whose full `blocks` may be known; False if too few.
 
-        A row that is not alone leaves a block free for every row to grow into.
+        A row that is not alone leaves a block free to grow into.
         """
-        loops = row.request.loops
+        loops, row.weights = row.request.loops, self.weights
         found = [] if self.prefixes is None else self.prefixes.find(self.root(row), blocks)
         for block in found:
             self._append(row, block)
-        spare = 0 if alone else 1
-        if not self._available(
-            (row.prompt_blocks - len(found) + spare) * loops, row.prompt_blocks - len(found) + spare
-        ):
+        new, spare = row.prompt_blocks - len(found), 0 if alone else 1
+        if not self._available(new * loops + spare * self.policy.slots(loops), new + spare):
             self.release(row)
             return False
-        for _ in range(row.prompt_blocks - len(found)):
+        for _ in range(new):
             self._append(row, self._take(loops))
         row.prefilled = len(found)
         return True
@@ -86,9 +93,18 @@ class Memory:
         return True
 
     def remember(self, row: Row, blocks: list[tuple[int, ...]]) -> None:
-        """Keep the prompt's full blocks for prompts that begin like it; before `fold`."""
-        if self.prefixes is not None:
+        """Keep the prompt's full blocks for prompts that begin like it; before `fold`.
+
+        What a row that came before the weights changed has computed is of the old ones, in part at least.
+        """
+        if self.prefixes is not None and row.weights == self.weights:
             self.prefixes.add(self.root(row), blocks, row.blocks[: len(blocks)])
+
+    def forget(self) -> None:
+        """The weights have changed: nothing that was computed before is for later prompts."""
+        self.weights += 1
+        if self.prefixes is not None:
+            self.prefixes.clear()
 
     def fold(self, row: Row) -> None:
         """After the prefill: give back the pages of loops that the policy does not keep."""
@@ -136,9 +152,6 @@ class Memory:
         return Block(tuple(core), tuple(boundary))
 
     def _available(self, core: int, boundary: int) -> bool:
-        """Whether so many pages are free, once what is only remembered has given way."""
-        boundary = boundary if self.has_boundary else 0
-        while self.core_pages.num_free < core or self.boundary_pages.num_free < boundary:
-            if self.prefixes is None or not self.prefixes.evict():
-                return False
-        return True
+        """Whether so many pages are free, once what is only remembered has given way, where that will do."""
+        more = core - self.core_pages.num_free, (boundary if self.has_boundary else 0) - self.boundary_pages.num_free
+        return max(more) <= 0 or (self.prefixes is not None and self.prefixes.make_room(*more))

@@ -121,6 +121,15 @@ class PrefixCache:
                 return True
         return False
 
+    def make_room(self, core: int, boundary: int) -> bool:
+        """Free so many more pages of each pool, or none at all: False where giving up everything would not do."""
+        wanted = self.core.num_free + core, self.boundary.num_free + boundary
+        if any(most < more for most, more in zip(self._evictable(), (core, boundary), strict=True)):
+            return False
+        while self.core.num_free < wanted[0] or self.boundary.num_free < wanted[1]:
+            assert self.evict(), "fewer pages became free than were counted"
+        return True
+
     def clear(self) -> None:
         """Forget everything: the weights have changed."""
         for entry in self._entries.values():
@@ -134,6 +143,19 @@ class PrefixCache:
         self._count_child(entry.parent, -1)
         self.core.release(entry.block.core)
         self.boundary.release(entry.block.boundary)
+
+    def _evictable(self) -> tuple[int, int]:
+        """Pages of each pool that would become free if `evict` were called until it finds nothing more."""
+        stay: set[Hashable] = set()
+        freed = [0, 0]
+        for number in sorted(self._entries, reverse=True):  # what hangs on an entry is younger than it
+            entry = self._entries[number]
+            if number in stay or not self._frees(entry.block):
+                stay.add(entry.parent)
+                continue
+            freed[0] += sum(self.core.users[page] == 1 for page in entry.block.core)
+            freed[1] += sum(self.boundary.users[page] == 1 for page in entry.block.boundary)
+        return freed[0], freed[1]
 
     def _frees(self, block: Block) -> bool:
         pools = ((self.core, block.core), (self.boundary, block.boundary))

@@ -295,9 +295,20 @@ def first_exits(policy: DepthPolicy, steps: Iterable[Seen], last: Tensor) -> Ten
     return exits
 
 
-def is_whole(value: object) -> bool:
-    """Whether it is a whole number of at least 1."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
+def check_policy(depth: object) -> DepthPolicy:
+    """`depth` itself, if it is a depth policy.
+
+    Raises:
+        ValueError: for anything else, a policy's class included.
+    """
+    if not isinstance(depth, DepthPolicy):
+        raise ValueError(f"depth={depth!r} must be a depth policy, such as ExitCDF(0.5)")
+    return depth
+
+
+def is_whole(value: object, least: float = 1) -> bool:
+    """Whether it is a whole number (numpy's, too) of at least `least`."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -126,12 +126,14 @@ class Row:
     """A request in the engine: tokens so far, pages, and lanes.
 
     number: its place in the page tables, -1 while it waits · blocks: pages in order of position
+    weights: the memory's count of the model's weights when it came in
     made, loops, ...: what is known of the completion; `done` tokens of it lie before the head lane, and after a
         preemption the rest is made anew, as it was.
     """
 
     request: Request
     number: int = -1
+    weights: int = 0
     text: TextBuilder | None = None
     blocks: list[Block] = field(default_factory=list)
     prefilled: int = 0

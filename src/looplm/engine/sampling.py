@@ -8,16 +8,17 @@ an earlier loop under the same noise is the one that the last loop will choose a
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from looplm.engine.policies import is_number, is_whole
 from looplm.models.noise import position_gumbel
 from looplm.models.precision import at_least_float32
 
 _SAMPLING = -2  # the noise stream of sampling
+_LARGEST = 1e30  # what a logit may be changed by: float32 still holds its sums and multiples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,23 +54,23 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, least in (("max_tokens", 1), ("min_tokens", 0), ("n", 1), ("top_k", 0), ("logprobs", 0)):
-            _need(_is_whole(getattr(self, name), least), self, name, f"a whole number of at least {least}")
+            _need(is_whole(getattr(self, name), least), self, name, f"a whole number of at least {least}")
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-            _need(_is_finite(getattr(self, name)), self, name, "a finite number")
+            _need(_is_usual(getattr(self, name)), self, name, f"a number between -{_LARGEST:g} and {_LARGEST:g}")
         _need(isinstance(self.ignore_eos, bool), self, "ignore_eos", "True or False")
         _need(self.min_tokens <= self.max_tokens, self, "min_tokens", f"at most max_tokens, {self.max_tokens}")
         _need(self.temperature >= 0, self, "temperature", "at least 0, which is greedy")
         _need(0 < self.top_p <= 1, self, "top_p", "above 0 and at most 1, which is off")
         _need(0 <= self.min_p <= 1, self, "min_p", "from 0, which is off, to 1")
-        _need(self.repetition_penalty > 0, self, "repetition_penalty", "above 0; 1 is off")
-        seeds = self.seed is None or (_is_whole(self.seed, 0) and self.seed < 2**63)
+        _need(self.repetition_penalty >= 1 / _LARGEST, self, "repetition_penalty", "above 0; 1 is off")
+        seeds = self.seed is None or (is_whole(self.seed, 0) and self.seed < 2**63)
         _need(seeds, self, "seed", "a whole number of at least 0 and below 2**63, or None")
-        ids = isinstance(self.stop_token_ids, Collection) and all(_is_whole(token, 0) for token in self.stop_token_ids)
+        ids = isinstance(self.stop_token_ids, Collection) and all(is_whole(token, 0) for token in self.stop_token_ids)
         _need(ids, self, "stop_token_ids", "token ids")
         biases = isinstance(self.logit_bias, Mapping) and all(
-            _is_whole(token, 0) and _is_finite(bias) for token, bias in self.logit_bias.items()
+            is_whole(token, 0) and _is_usual(bias) for token, bias in self.logit_bias.items()
         )
-        _need(biases, self, "logit_bias", "a mapping from token ids to finite numbers")
+        _need(biases, self, "logit_bias", f"a mapping from token ids to numbers between -{_LARGEST:g} and {_LARGEST:g}")
         stops = isinstance(self.stop, Collection) and all(isinstance(stop, str) and stop for stop in self.stops)
         _need(stops, self, "stop", "one string or several, none of them empty, which every text contains")
 
@@ -174,7 +175,7 @@ def _filtered(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     size, device = scores.shape[-1], scores.device
     ranked, order = scores.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(size, device=device)
-    most = torch.tensor([one.top_k or size for one in params], device=device)[:, None]
+    most = torch.tensor([min(one.top_k or size, size) for one in params], device=device)[:, None]
     kept = ranks < most
     probs = ranked.masked_fill(~kept, -math.inf).softmax(-1)
     top_p = torch.tensor([one.top_p for one in params], device=device, dtype=torch.float64)[:, None]
@@ -190,9 +191,5 @@ def _need(good: bool, params: SamplingParams, name: str, what: str) -> None:
         raise ValueError(f"{name}={getattr(params, name)!r} must be {what}")
 
 
-def _is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+def _is_usual(value: object) -> bool:
+    return is_number(value) and abs(value) <= _LARGEST

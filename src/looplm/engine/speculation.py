@@ -12,6 +12,7 @@ its own depth policy; it becomes final when all before it have.
 from dataclasses import dataclass
 
 from looplm.engine.kv_policies import FullKV, KVPolicy
+from looplm.engine.policies import is_whole
 
 _MEMORY = 0.95  # of a moving mean, for each new observation
 _RETRY = 64  # tokens after which loops that are no longer read are thought of as at first
@@ -33,8 +34,10 @@ class Speculation:
     anytime: bool = False
 
     def __post_init__(self) -> None:
-        if (self.entry is not None and self.entry < 1) or (self.width is not None and self.width < 2):
-            raise ValueError(f"{self}: entry must be at least 1, and width at least 2")
+        for name, least in (("entry", 1), ("width", 2)):
+            value = getattr(self, name)
+            if value is not None and not is_whole(value, least):
+                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}, or None")
 
     def check(self, policy: KVPolicy, loops: int) -> None:
         """Refuse what could not be exact."""
@@ -49,6 +52,17 @@ class Speculation:
         """Tokens of a row in the loop at once, at most."""
         most = -(-loops // (self.entry or 1))
         return most if self.width is None else min(self.width, most)
+
+
+def check_speculation(given: object) -> Speculation:
+    """`given` itself, if it says when tokens enter.
+
+    Raises:
+        ValueError: for anything else, such as True.
+    """
+    if not isinstance(given, Speculation):
+        raise ValueError(f"speculate={given!r} must be a Speculation, such as Speculation(), or None")
+    return given
 
 
 class TickCost:

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import Cache
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
@@ -185,6 +186,16 @@ def is_packed(position_ids: Tensor | None, attention_mask: Tensor | None) -> boo
         return bool(restarts.any())
     real = attention_mask[:, -position_ids.shape[-1] :].bool()
     return bool((restarts & real[:, 1:] & real[:, :-1]).any())
+
+
+def real_tokens(position_ids: Tensor) -> Tensor:
+    """Which tokens of rows with these positions [B, S] are text: all that have another of their document beside.
+
+    Padding restarts or stands still at every token. So does a document of one token, which predicts nothing and which
+    nothing predicts.
+    """
+    follows = F.pad(position_ids.diff(dim=-1) == 1, (1, 1))
+    return follows[..., :-1] | follows[..., 1:]
 
 
 def check_paged(arguments: dict[str, Any]) -> None:

@@ -13,10 +13,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from looplm.models import LoopLMForCausalLM, Trace
+from looplm.models.context import real_tokens
 from looplm.models.noise import position_noise
 from looplm.models.precision import at_least_float32
 
-# Suffixes: R probed rows, S tokens, D width. n = S * D is the size of one row's state.
+# Suffixes: R probed rows, S tokens, D width. n is the size of one row's state: D times its real tokens, which alone are
+# moved, and whose images alone are measured.
 
 Phi = Callable[[Tensor], Tensor]
 Measured = tuple[Tensor, Tensor]
@@ -47,9 +49,9 @@ class Probe(Form):
         """The last loop's state is read."""
         return {loops}
 
-    def draw(self, seeds_R: Tensor, like_RSD: Tensor) -> Tensor:
-        """v [R, S, D]: independent symmetric noise by each row's own seed, of norm 1 per row."""
-        return unit_rows(row_noise(seeds_R, like_RSD))
+    def draw(self, seeds_R: Tensor, like_RSD: Tensor, real_RS: Tensor | None = None) -> Tensor:
+        """v [R, S, D]: independent symmetric noise by each row's own seed, of norm 1 per row; on real tokens alone."""
+        return unit_rows(row_noise(seeds_R, like_RSD, real_RS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +112,11 @@ class VectorJacobian(Probe):
             return "||J||_F^2 / (B n), all rows of a batch as one matrix (depends on the batch)"
         return _FROBENIUS if self.steps == 1 else _POWER.format(steps=self.steps, matrix="J^T")
 
-    def draw(self, seeds_R: Tensor, like_RSD: Tensor) -> Tensor:
-        """v [R, S, D], of norm 1 per row, or over all of them."""
+    def draw(self, seeds_R: Tensor, like_RSD: Tensor, real_RS: Tensor | None = None) -> Tensor:
+        """v [R, S, D], of norm 1 per row, or over all of them; on real tokens alone."""
         if not self.whole_tensor:
-            return super().draw(seeds_R, like_RSD)
-        noise_RSD = row_noise(seeds_R, like_RSD)
+            return super().draw(seeds_R, like_RSD, real_RS)
+        noise_RSD = row_noise(seeds_R, like_RSD, real_RS)
         return (noise_RSD / torch.linalg.vector_norm(noise_RSD)).to(like_RSD.dtype)
 
     def measure(self, phi: Phi, x_RSD: Tensor, v_RSD: Tensor) -> Measured:
@@ -158,7 +160,7 @@ class FiniteDifference(Probe):
         """The value [R] of every row, whose mean over rows is the penalty, and about J v [R, S, D] without gradient."""
         x_RSD = at_least_float32(x_RSD)
         tiny = torch.finfo(x_RSD.dtype).tiny
-        size_R11 = self.epsilon * _norms(x_RSD).clamp(min=tiny)
+        size_R11 = (self.epsilon * row_norms(x_RSD)).clamp(min=tiny)
         with torch.autocast(x_RSD.device.type, enabled=False):
             at_x_RSD, moved_RSD = phi(torch.cat([x_RSD, x_RSD + size_R11 * v_RSD.to(x_RSD)])).chunk(2)
             image_RSD = (moved_RSD - at_x_RSD) / size_R11
@@ -169,12 +171,13 @@ AnyProbe = JacobianVector | VectorJacobian | FiniteDifference
 
 
 def core_step(model: LoopLMForCausalLM, trace: Trace, loop: int, rows_R: Tensor) -> Phi:
-    """phi: states [k R, S, D] of the trace's rows, k times over, to those after one loop more than `loop`."""
-    inputs = trace.inputs.detach()
+    """phi: states [k R, S, D] of the trace's rows, k times over, to those of real tokens after one loop more."""
+    inputs, real_BS = trace.inputs.detach(), real_tokens(trace.context.position_ids)
 
     def phi(state: Tensor) -> Tensor:
         index = rows_R.repeat(len(state) // len(rows_R))
-        return model.model.step(state, inputs[index].to(state.dtype), loop + 1, trace.context.rows(index))
+        after = model.model.step(state, inputs[index].to(state.dtype), loop + 1, trace.context.rows(index))
+        return only(real_BS[index], after)
 
     return phi
 
@@ -227,20 +230,31 @@ def math_attention_only() -> AbstractContextManager[None]:
     return sdpa_kernel(SDPBackend.MATH)
 
 
-def row_noise(seeds_R: Tensor, like_RSD: Tensor) -> Tensor:
+def only(real_RS: Tensor, x_RSD: Tensor) -> Tensor:
+    """x where tokens are real, 0 at padding."""
+    return x_RSD.masked_fill(~real_RS[..., None], 0.0)
+
+
+def row_noise(seeds_R: Tensor, like_RSD: Tensor, real_RS: Tensor | None = None) -> Tensor:
     """Noise [R, S, D] in at least float32 that depends on each row's seed, the token's place and the channel alone.
 
-    The place is the column, not the position id, which repeats in packed documents.
+    The place is the column, not the position id, which repeats in packed documents. It is 0 at padding.
     """
     columns = torch.arange(like_RSD.shape[1], device=like_RSD.device).expand(len(seeds_R), -1)
     noise_RSD = position_noise(columns, like_RSD.shape[-1], 1.0, seeds_R.to(like_RSD.device), DIRECTIONS)
-    return noise_RSD.to(at_least_float32(like_RSD).dtype)
+    noise_RSD = noise_RSD.to(at_least_float32(like_RSD).dtype)
+    return noise_RSD if real_RS is None else only(real_RS, noise_RSD)
 
 
 def unit_rows(v_RSD: Tensor) -> Tensor:
     """Each row divided by its norm over [S, D]; a row of zeros stays."""
     wide_RSD = at_least_float32(v_RSD)
-    return (wide_RSD / _norms(wide_RSD).clamp(min=torch.finfo(wide_RSD.dtype).tiny)).to(v_RSD.dtype)
+    return (wide_RSD / row_norms(wide_RSD).clamp(min=torch.finfo(wide_RSD.dtype).tiny)).to(v_RSD.dtype)
+
+
+def row_norms(x_RSD: Tensor) -> Tensor:
+    """||x|| [R, 1, 1] over [S, D]."""
+    return torch.linalg.vector_norm(x_RSD, dim=(1, 2), keepdim=True)
 
 
 def squared_norms(x_RSD: Tensor) -> Tensor:
@@ -256,10 +270,6 @@ _WARM = "||J v||^2 along the rows' common dominant direction, |lambda_max|^2 onc
 def _check_steps(steps: int) -> None:
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1; 1 is STARS' own")
-
-
-def _norms(x_RSD: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x_RSD, dim=(1, 2), keepdim=True)
 
 
 def _jacobian_vector(phi: Phi, x_RSD: Tensor, v_RSD: Tensor) -> Tensor:

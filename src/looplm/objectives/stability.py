@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from looplm.models import LoopLMForCausalLM, Trace
+from looplm.models.context import real_tokens
 from looplm.models.precision import at_least_float32
 from looplm.objectives.kinds import ByKind
 from looplm.objectives.probes import (
@@ -20,6 +21,9 @@ from looplm.objectives.probes import (
     core_step,
     in_evaluation,
     is_sharded,
+    only,
+    row_norms,
+    unit_rows,
 )
 from looplm.objectives.rows import chosen_rows, num_chosen, row_seeds
 from looplm.objectives.targets import Batch, Metrics, last_loop
@@ -85,6 +89,7 @@ class Stability:
 class StabilityTerm(nn.Module):
     """`(model, trace, batch) -> (penalty, metrics)`, the mean over the step's chosen rows of the form's value.
 
+    A row's value is that of its real tokens alone (see `real_tokens`), whatever padding stands beside them.
     `trace` must keep the loops of `settings.form.needs`. Penalties of micro-batches and ranks add up to the step's.
 
     A form with `warm` has one direction v [S, D] for all rows, kept in a buffer: `end_step` replaces it by the
@@ -121,7 +126,8 @@ class StabilityTerm(nn.Module):
         if isinstance(form, AnyProbe):
             values_R = self._probe(form, model, trace, row_seeds(batch), rows_R)
         else:
-            values_R = form.values(trace.states, loops, rows_R)
+            real_RS = real_tokens(trace.context.position_ids)[rows_R]
+            values_R = form.values(trace.states, loops, rows_R, real_RS)
         penalty = values_R.sum() / num_chosen(batch, form.every).to(values_R.device)
         return penalty, {"stability": penalty.detach()}
 
@@ -146,12 +152,18 @@ class StabilityTerm(nn.Module):
             return at_least_float32(state.new_zeros(0))
         # Sharded weights are gathered by all processes together: one without a chosen row probes any, and counts none.
         read_R = rows_R if len(rows_R) else torch.zeros_like(seeds[:1])
-        x_RSD = state[read_R]
-        v_RSD = form.draw(seeds[read_R], x_RSD) if direction_SD is None else direction_SD.expand_as(x_RSD)
+        real_RS = real_tokens(trace.context.position_ids)[read_R]
+        x_RSD = only(real_RS, state[read_R])
+        if direction_SD is None:
+            part_RSD = v_RSD = form.draw(seeds[read_R], x_RSD, real_RS)
+        else:
+            part_RSD = only(real_RS, direction_SD.expand_as(x_RSD))
+            v_RSD = unit_rows(part_RSD)
         with in_evaluation(model.model):
             values_R, image_RSD = form.measure(core_step(model, trace, loops, read_R), x_RSD, v_RSD)
         if self._images is not None:
-            self._images += image_RSD[: len(rows_R)].sum(0)
+            # J of the direction itself, of which a short row measured its own part at unit length.
+            self._images += (image_RSD * row_norms(part_RSD))[: len(rows_R)].sum(0)
         return values_R[: len(rows_R)]
 
     def _kept_direction(self, form: AnyProbe, state: Tensor) -> Tensor:

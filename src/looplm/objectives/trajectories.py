@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from looplm.models.precision import at_least_float32
-from looplm.objectives.probes import Form
+from looplm.objectives.probes import Form, only, row_norms
 
 States = Mapping[int, Tensor]
 
@@ -38,12 +38,12 @@ class SecantRatio(Form):
         """The last three states are read."""
         return set(range(max(1, loops - 2), loops + 1))
 
-    def values(self, states: States, loops: int, rows_R: Tensor) -> Tensor:
-        """The value [R] of every row of states {loop: [B, S, D]}."""
+    def values(self, states: States, loops: int, rows_R: Tensor, real_RS: Tensor) -> Tensor:
+        """The value [R] of some rows of states {loop: [B, S, D]}, over their real tokens."""
         if loops < 3:
             return torch.zeros(len(rows_R), device=rows_R.device)
         before, middle, last = (at_least_float32(states[loop][rows_R]) for loop in range(loops - 2, loops + 1))
-        step, earlier = (torch.linalg.vector_norm(x, dim=(1, 2)) for x in (last - middle, middle - before))
+        step, earlier = (row_norms(only(real_RS, x)).flatten() for x in (last - middle, middle - before))
         return (step / earlier.clamp(min=torch.finfo(earlier.dtype).tiny) - self.target).relu()
 
 
@@ -65,8 +65,9 @@ class AdjacentL2(Form):
         """Every loop is read."""
         return set(range(1, loops + 1))
 
-    def values(self, states: States, loops: int, rows_R: Tensor) -> Tensor:
-        """The value [R] of every row of states {loop: [B, S, D]}."""
+    def values(self, states: States, loops: int, rows_R: Tensor, real_RS: Tensor) -> Tensor:
+        """The value [R] of some rows of states {loop: [B, S, D]}, over their real tokens."""
         chosen = [at_least_float32(states[loop][rows_R]) for loop in range(1, loops + 1)]
-        steps = [(after - before).pow(2).mean(dim=(1, 2)) for before, after in pairwise(chosen)]
+        count_R = real_RS.sum(-1).clamp(min=1)
+        steps = [only(real_RS, after - before).pow(2).mean(-1).sum(-1) / count_R for before, after in pairwise(chosen)]
         return torch.stack(steps).mean(0) if steps else torch.zeros(len(rows_R), device=rows_R.device)

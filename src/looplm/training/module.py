@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from looplm.data.rows import real_tokens
 from looplm.models import LoopLMForCausalLM, Trace
+from looplm.models.context import real_tokens
 from looplm.objectives import Objective, Stability, StabilityTerm
 from looplm.objectives.probes import in_evaluation
 from looplm.objectives.rows import num_rows, step_rows
