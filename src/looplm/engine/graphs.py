@@ -58,7 +58,7 @@ class StepGraphs:
 
 def bucket(count: int) -> int:
     """The next power of two."""
-    return 1 << (count - 1).bit_length()
+    return 1 << int(count - 1).bit_length()
 
 
 def cuda_graph(work: Callable[[], None]) -> Replay:

@@ -30,6 +30,7 @@ class Projection:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
+        self.columns = self.weight.t()
         self.by_columns = weight.device.type == "cpu" and weight.dtype == torch.float32
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -37,7 +38,7 @@ class Projection:
         if self.by_columns and x.shape[0] in BY_COLUMNS:
             y = torch.mm(self.weight, x.t()).t()
             return y if self.bias is None else y + self.bias
-        return F.linear(x, self.weight, self.bias)
+        return torch.mm(x, self.columns) if self.bias is None else torch.addmm(self.bias, x, self.columns)
 
 
 class PlainNorm:

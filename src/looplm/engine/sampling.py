@@ -121,16 +121,13 @@ def choose(logits: Tensor, asked: Sequence[Asked]) -> Chosen:
         judged = wide.clone()
         for row in edited:
             judged[row] = _edited(wide[row], asked[row])
-    best = judged.topk(min(2, judged.shape[-1]), dim=-1)
-    tokens, leads = best.indices[:, 0], (best.values[:, 0] - best.values[:, -1]).tolist()
-    tied = [row for row, lead in enumerate(leads) if lead == 0]
-    if tied:  # topk names any of them, argmax the first
-        tokens = tokens.index_put((torch.tensor(tied),), judged[tied].argmax(-1))
+    best = judged.max(-1)  # the first of equals, as argmax
+    tokens, others = best.indices, judged.scatter(-1, best.indices[:, None], -math.inf).amax(-1)
     drawn = [row for row, ask in enumerate(asked) if ask.params.temperature > 0]
     if drawn:
         tokens = tokens.index_put((torch.tensor(drawn),), _drawn(judged[drawn], [asked[row] for row in drawn]))
     logprobs = wide.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
-    return Chosen(tokens=tokens.tolist(), logprobs=logprobs.tolist(), leads=leads)
+    return Chosen(tokens=tokens.tolist(), logprobs=logprobs.tolist(), leads=(best.values - others).tolist())
 
 
 def best_alternatives(logits: Tensor, num: int) -> list[tuple[int, float]]:
