@@ -100,6 +100,7 @@ def test_export_and_back(checkpoint, tmp_path):
         (("demo", "--text", "/nowhere", "--out", "/tmp/looplm-none"), "the text '/nowhere' does not exist"),
         (("generate", "CHECKPOINT", ""), "the prompt is empty"),
         (("generate", "CHECKPOINT", "x", "--loops", "0"), "loops=0 must be"),
+        (("generate", "CHECKPOINT", "to \udcff"), "the text has half a character (a lone surrogate) at place 3"),
         (("generate", "OURO", "x"), "has no tokenizer.json"),
         (("generate", "LLAMA", "x"), "model_type='llama'"),
     ],

@@ -11,6 +11,7 @@ from engine_models import huginn_like, ouro_like
 import looplm
 from looplm.data.tokenizer import train_tokenizer
 from looplm.engine import (
+    AdjacentKV,
     AnyOf,
     Engine,
     ExitCDF,
@@ -531,3 +532,36 @@ def test_two_engines_of_different_depth_share_one_model():
 def test_a_convergence_exit_that_never_fires_runs_all_loops():
     engine = Engine(ouro_like(), depth=StateConverged(1e-9), max_length=64)
     assert engine.generate([[1, 2, 3]], SamplingParams(max_tokens=5))[0].loops == [4] * 5
+
+
+def test_weights_that_take_the_place_of_others_are_read_once_prefixes_are_forgotten():
+    model, other = ouro_like(), ouro_like(seed=5)
+    engine = Engine(model, max_length=64)
+    first = engine.generate([[1, 2, 3]], GREEDY)[0].token_ids
+    model.load_state_dict(copy.deepcopy(other.state_dict()), assign=True)
+    engine.forget_prefixes()
+    wanted = Engine(other, max_length=64).generate([[1, 2, 3]], GREEDY)[0].token_ids
+    assert engine.generate([[1, 2, 3]], GREEDY)[0].token_ids == wanted != first
+    model.float()
+    with pytest.raises(ValueError, match=r"the model is torch.float32 on 'cpu' now; build a new Engine"):
+        engine.forget_prefixes()
+
+
+def test_memories_do_not_pile_up_with_the_policies_of_requests():
+    engine = Engine(ouro_like(), max_length=64)
+    for number in range(30):
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2), depth=ExitCDF(0.5 + number / 100))
+    assert engine._flight.decisions._memory.shape == (len(engine.runner.state), 4)
+
+
+@pytest.mark.parametrize("kv", [None, 2, RingKV])
+def test_what_is_no_kv_policy_is_refused(kv):
+    with pytest.raises(ValueError, match=r"must be a name \(full, recomputed, last, .*\) or a policy such as RingKV"):
+        Engine(ouro_like(), kv=kv, max_length=64)
+
+
+@pytest.mark.parametrize("size", [0, 1.5, "2", True])
+@pytest.mark.parametrize("kind", [RingKV, AdjacentKV])
+def test_sizes_of_kv_policies_are_whole(kind, size):
+    with pytest.raises(ValueError, match="size must be a whole number of at least 1"):
+        kind(size)

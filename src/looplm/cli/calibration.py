@@ -8,9 +8,9 @@ from looplm.cli.paths import open_checkpoint
 from looplm.data.text import read_documents
 from looplm.data.tokenizer import encode, load_tokenizer
 from looplm.engine.calibration import Calibration, calibrate, save_calibration
-from looplm.models import load
+from looplm.models import LoopLMConfig, load
 
-_LENGTH = 256  # tokens of a row
+_ROW = 256
 
 
 def calibrate_checkpoint(
@@ -25,7 +25,7 @@ def calibrate_checkpoint(
         stream += encode(tokenizer, [document], plain=True)[0]
         if len(stream) >= tokens:
             break
-    length = min(_LENGTH, tokens, len(stream))
+    length = min(longest_row(model.config), tokens, len(stream))
     if length < 2:
         raise ValueError(f"the text '{text}' has {len(stream)} tokens; give at least two")
     rows = torch.tensor(stream[: min(tokens, len(stream)) // length * length]).view(-1, length)
@@ -33,3 +33,8 @@ def calibrate_checkpoint(
         model, rows, policy, target_loops=mean_loops, target_loss=loss, min_loops=min_loops, max_loops=max_loops
     )
     return found, save_calibration(found, folder)
+
+
+def longest_row(config: LoopLMConfig) -> int:
+    """Tokens of a row of text to judge by: learned positions may end before."""
+    return min(_ROW, config.max_position_embeddings) if config.rope == "learned" else _ROW

@@ -73,10 +73,25 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], plain: bool
 
     plain: special tokens written in the text are spelt out as ordinary characters, as corpora and conversations are
     read; a task's words stay single tokens, since they are not special.
+
+    Raises:
+        ValueError: for text with half a character.
     """
     if not texts:
         return []
-    return tokenizer(list(texts), add_special_tokens=False, split_special_tokens=plain, verbose=False)["input_ids"]
+    try:
+        return tokenizer(list(texts), add_special_tokens=False, split_special_tokens=plain, verbose=False)["input_ids"]
+    except TypeError as error:  # what the tokenizer says of text that no encoding has
+        for text in texts:
+            _check_characters(text, error)
+        raise
+
+
+def _check_characters(text: str, cause: Exception) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the text has half a character (a lone surrogate) at place {error.start}") from cause
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch.nn import functional as F
 
 from looplm.engine.batches import LaneBatch
 from looplm.engine.policies import DepthPolicy, Seen
@@ -12,11 +12,11 @@ from looplm.engine.runner import Runner
 
 
 class Decisions:
-    """The policies' memories [lanes, M], one for each policy that is in use."""
+    """Lanes, their policies, and what each policy remembers of a lane, in its first numbers of that lane's row."""
 
     def __init__(self, runner: Runner, loops: int) -> None:
         self.runner, self.loops = runner, loops
-        self._memories: dict[DepthPolicy, Tensor] = {}
+        self._memory = torch.zeros(len(runner.state), 0, device=runner.device)
 
     def leaving(self, lanes: Sequence[Lane], batch: Callable[[Sequence[Lane]], LaneBatch]) -> list[Lane]:
         """Those of `lanes`, which have just done a loop, that leave; `batch` makes what the runner takes of some."""
@@ -42,19 +42,14 @@ class Decisions:
         runner = self.runner
         numbers = torch.tensor([lane.number for lane in lanes], device=runner.device)
         loops = torch.tensor([lane.loop for lane in lanes], device=runner.device)
-        memory = self._memory(policy)
-        own = torch.where((loops == 1)[:, None], 0.0, memory[numbers])
+        width = policy.memory(runner.config, self.loops)
+        self._memory = F.pad(self._memory, (0, max(0, width - self._memory.shape[1])))
+        own = torch.where((loops == 1)[:, None], 0.0, self._memory[numbers, :width])
         seen = Seen(
             loop=loops, before=runner.before[numbers], after=runner.state[numbers],
             gate=runner.gate(batch(lanes)) if policy.needs_gate else None, read=lambda: runner.read(batch(lanes)),
             head=runner.head.weight, config=runner.config, loops=self.loops,
         )  # fmt: skip
         leave, own = policy.decide(seen, own)
-        memory[numbers] = own.to(memory.dtype)
+        self._memory[numbers, :width] = own.to(self._memory.dtype)
         return leave.tolist()
-
-    def _memory(self, policy: DepthPolicy) -> Tensor:
-        if policy not in self._memories:
-            width = policy.memory(self.runner.config, self.loops)
-            self._memories[policy] = torch.zeros(len(self.runner.state), width, device=self.runner.device)
-        return self._memories[policy]

@@ -65,6 +65,7 @@ class Engine:
         lanes = max_rows * (max_length if recomputes(policy) else width)
         memory = Memory(model.config, model.lm_head.weight, policy, loops, max_rows, max_length, kv_bytes)
         self.memory, self.scheduler = memory, Scheduler(memory, max_rows, width, lanes)
+        self._model = model
         self.runner = Runner(
             model, lanes, max_length, memory.core, memory.boundary, policy, deterministic,
             capture=cuda_graph if cuda_graphs else None,
@@ -162,7 +163,11 @@ class Engine:
         """Drop what is kept of earlier prompts: to be called when the model's weights have changed.
 
         Requests in the loop go on with the new weights on what the old ones computed, and leave nothing to later ones.
+
+        Raises:
+            ValueError: if the model has another dtype or device now.
         """
+        self.runner.read_weights(self._model)
         self.memory.forget()
 
     def tick(self) -> list[TokenEvent]:

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
+from looplm.engine.policies import is_whole
+
 
 class KVPolicy(Protocol):
     """How loops share slots.
@@ -65,8 +67,8 @@ class RingKV:
     keeps: ClassVar[Literal["newest", "first", "mean"]] = "newest"
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"{self}: size must be at least 1")
+        if not is_whole(self.size):
+            raise ValueError(f"{self}: size must be a whole number of at least 1")
 
     def slots(self, loops: int) -> int:
         """At most `size`."""
@@ -85,8 +87,8 @@ class AdjacentKV:
     keeps: ClassVar[Literal["newest", "first", "mean"]] = "newest"
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"{self}: size must be at least 1")
+        if not is_whole(self.size):
+            raise ValueError(f"{self}: size must be a whole number of at least 1")
 
     def slots(self, loops: int) -> int:
         """The loops by `size`, rounded up."""
@@ -140,6 +142,8 @@ def kv_policy(given: str | KVPolicy) -> KVPolicy:
         ValueError: for a name that is not known.
     """
     if not isinstance(given, str):
+        if isinstance(given, type) or not hasattr(given, "slots"):
+            raise ValueError(f"kv={given!r} must be a name ({', '.join(BY_NAME)}) or a policy such as RingKV(2)")
         return given
     if given not in BY_NAME:
         raise ValueError(f"kv='{given}' is not known; choose one of {', '.join(BY_NAME)}, or give RingKV(size)")

@@ -51,7 +51,6 @@ class Runner:
         policy: KVPolicy, deterministic: bool, capture: Capture | None = None,
     ) -> None:  # fmt: skip
         config = self.config = model.config
-        self.backbone, self.head = for_decoding(model), Projection(model.lm_head.weight, model.lm_head.bias)
         self.core, self.boundary, self.policy = core, boundary, policy
         self.deterministic = deterministic
         self.device, self.dtype = model.device, model.dtype
@@ -68,7 +67,19 @@ class Runner:
         )
         self._nobody, self._first_layer, self._core_layers = num_lanes, config.prelude_layers, config.core_layers
         self._last_where: tuple[object, _Where] | None = None
-        self.graphs = None if capture is None else StepGraphs(self._advance, self._idle, capture)
+        self._capture = capture
+        self.read_weights(model)
+
+    def read_weights(self, model: LoopLMForCausalLM) -> None:
+        """Compute with the model's weights as they are now, also where others have taken their place.
+
+        Raises:
+            ValueError: for another dtype or device than before.
+        """
+        if (model.dtype, model.device) != (self.dtype, self.device):
+            raise ValueError(f"the model is {model.dtype} on '{model.device}' now; build a new Engine for it")
+        self.backbone, self.head = for_decoding(model), Projection(model.lm_head.weight, model.lm_head.bias)
+        self.graphs = None if self._capture is None else StepGraphs(self._advance, self._idle, self._capture)
 
     # Decoding -------------------------------------------------------------------------------------------------
 
