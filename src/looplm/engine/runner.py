@@ -67,7 +67,7 @@ class Runner:
         )
         self._nobody, self._first_layer, self._core_layers = num_lanes, config.prelude_layers, config.core_layers
         self._last_where: tuple[object, _Where] | None = None
-        self._capture = capture
+        self._capture, self._read = capture, list[int]()
         self.read_weights(model)
 
     def read_weights(self, model: LoopLMForCausalLM) -> None:
@@ -78,7 +78,10 @@ class Runner:
         """
         if (model.dtype, model.device) != (self.dtype, self.device):
             raise ValueError(f"the model is {model.dtype} on '{model.device}' now; build a new Engine for it")
+        if self._read == _addresses(model):
+            return
         self.backbone, self.head = for_decoding(model), Projection(model.lm_head.weight, model.lm_head.bias)
+        self._read = _addresses(model)
         self.graphs = None if self._capture is None else StepGraphs(self._advance, self._idle, self._capture)
 
     # Decoding -------------------------------------------------------------------------------------------------
@@ -251,3 +254,8 @@ def _given(starts: Tensor, inputs: Tensor) -> Tensor:
     given = torch.zeros_like(inputs)
     given[: len(starts)] = starts
     return given
+
+
+def _addresses(model: LoopLMForCausalLM) -> list[int]:
+    """Where the weights lie."""
+    return [parameter.data_ptr() for parameter in model.parameters()]

@@ -95,7 +95,8 @@ class EngineRow:
     gflops: that these tokens need, prompts at full depth included
     flop_bound: the speed over fixed depth that they allow · of_flop_bound: the share of it attained
     of_flop_rate: FLOPs a second, as a share of those of bare matrix products of the same shapes with `rows` rows
-    streamed: weights read a second, as a share of what reading them alone attains (meaningful with one row).
+    streamed: weights read a second between two tokens, as a share of what reading them alone attains (meaningful with
+        one row).
     first_token, request: from the submission of all requests to a request's first token, and to its last
     between_tokens: from one token of a request to its next; None for what gives all tokens at once.
     """
@@ -127,6 +128,7 @@ class _Waits:
 class _Way:
     work: Callable[[], _Waits]
     depths: list[list[int]]
+    rows: int
     rounds: list[_Waits] = field(default_factory=list)  # the one that warms up included
 
     def run(self) -> None:
@@ -233,16 +235,18 @@ def _fastest(weights: Sequence[Tensor], rows: int, rounds: int = 5) -> float:
 def _ways(problem: EngineProblem, model: LoopLMForCausalLM, against: Generate | None) -> dict[str, _Way]:
     longest = max(map(len, problem.prompts())) + max(problem.lengths())
     engine = Engine(model, max_rows=problem.rows, max_length=longest)
-    full, drawn = problem.full_depths(), problem.depths()
+    rows, full, drawn = problem.rows, problem.full_depths(), problem.depths()
     fixed, nothing = FixedLoops(problem.loops), [()] * problem.requests
     ways = {
-        "fixed depth": _Way(partial(_run, problem, engine, fixed, nothing), full),
-        "gate asked, never leaving": _Way(partial(_run, problem, engine, ExitCDF(1.0), nothing), full),
-        "replayed depths": _Way(partial(_run, problem, engine, fixed, drawn), drawn),
-        "transformers generate": _Way(partial(_in_batches, problem, partial(_transformers, model)), full),
+        "fixed depth": _Way(partial(_run, problem, engine, fixed, nothing), full, rows),
+        "gate asked, never leaving": _Way(partial(_run, problem, engine, ExitCDF(1.0), nothing), full, rows),
+        "replayed depths": _Way(partial(_run, problem, engine, fixed, drawn), drawn, rows),
+        "transformers generate": _Way(partial(_in_batches, problem, partial(_transformers, model), rows), full, rows),
     }
     if against is not None:
-        ways["other"] = _Way(partial(_in_batches, problem, against), full)
+        ways["other"] = _Way(partial(_in_batches, problem, against, rows), full, rows)
+        if rows > 1:
+            ways["other, one at a time"] = _Way(partial(_in_batches, problem, against, 1), full, 1)
     return ways
 
 
@@ -268,13 +272,12 @@ def _run(
     return waits
 
 
-def _in_batches(problem: EngineProblem, generate: Generate) -> _Waits:
-    """Batches of `rows` in order, one after the other, each to its longest completion."""
+def _in_batches(problem: EngineProblem, generate: Generate, rows: int) -> _Waits:
+    """Batches of `rows` requests in order, one after the other, each to its longest completion."""
     prompts, lengths = problem.prompts(), problem.lengths()
     waits, began = _Waits(), time.perf_counter()
-    for first in range(0, problem.requests, problem.rows):
-        batch = prompts[first : first + problem.rows]
-        longest = max(lengths[first : first + problem.rows])
+    for first in range(0, problem.requests, rows):
+        batch, longest = prompts[first : first + rows], max(lengths[first : first + rows])
         made = generate(batch, longest)
         if [len(tokens) for tokens in made] != [longest] * len(batch):
             raise ValueError(f"the other way made {[len(tokens) for tokens in made]} tokens, not {longest} each")
@@ -302,12 +305,13 @@ def _row(
     bound = needed_flops(problem, problem.full_depths()) / flops
     mean_loops = sum(map(sum, way.depths)) / asked
     core = _bytes(model.model.core.parameters())
-    read = asked * (mean_loops * core + _bytes([model.lm_head.weight])) / problem.rows
+    read = mean_loops * core + _bytes([model.lm_head.weight])
     between = way.waits(lambda waits: waits.between)
+    step = statistics.median(between) if between else seconds / asked * way.rows
     return EngineRow(
         way=name, seconds=seconds, tokens_per_second=asked / seconds, mean_loops=mean_loops, gflops=flops / 1e9,
         flop_bound=bound, of_flop_bound=medians["fixed depth"] / seconds / bound,
-        of_flop_rate=flops / seconds / limits.flops_per_second, streamed=read / seconds / limits.bytes_per_second,
+        of_flop_rate=flops / seconds / limits.flops_per_second, streamed=read / step / limits.bytes_per_second,
         first_token=_percentiles(way.waits(lambda waits: waits.first)),
         request=_percentiles(way.waits(lambda waits: waits.request)),
         between_tokens=_percentiles(between) if between else None,
