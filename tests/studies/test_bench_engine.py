@@ -77,7 +77,7 @@ def test_batches_run_to_their_longest_completion_and_wait_for_it():
     assert len(set(waits.request)) == 3
     assert waits.between == []
     with pytest.raises(ValueError, match=r"the other way made \[1, 1\] tokens, not"):
-        _in_batches(TINY, lambda prompts, tokens: [[0]] * len(prompts))
+        _in_batches(TINY, lambda prompts, tokens: [[0]] * len(prompts), TINY.rows)
 
 
 def test_rows_say_the_same_thing_in_several_ways():
