@@ -42,7 +42,7 @@ def measure_policies(
     if questions:
         held_out = read_questions(model, tokenizer, Compose(), problem.requests)
     else:
-        held_out = read_text(model, _rows(tokenizer, text, tokens), problem.requests)
+        held_out = read_text(model, held_out_rows(tokenizer, text, tokens), problem.requests)
     rows = bench_policies(model, held_out, problem, repeats)
     if plot is not None:
         plot.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,8 @@ def measure_policies(
     return held_out.measure, rows
 
 
-def _rows(tokenizer: PreTrainedTokenizerFast, text: str | None, tokens: int) -> Tensor:
+def held_out_rows(tokenizer: PreTrainedTokenizerFast, text: str | None, tokens: int) -> Tensor:
+    """The first tokens of a text as rows [B, S]; of Python's manual, only of what recipes hold out by default."""
     documents = encode(tokenizer, read_documents(text), plain=True)
     stream = split_documents(documents, _HELD_OUT)[1] if text is None else MemoryStream(documents)
     assert stream is not None
