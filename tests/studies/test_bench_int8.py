@@ -99,7 +99,7 @@ def test_bench_int8_prints_json_and_tables(checkpoint, text):
 )
 def test_mistakes_end_in_one_line(checkpoint, text, monkeypatch, arguments, message):
     if "EXTRA" in arguments:
-        monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+        monkeypatch.setitem(sys.modules, "torchao.quantization.quant_api", None)
     places = {"CHECKPOINT": checkpoint, "TEXT": text}
     done = run(*(places.get(argument, argument) for argument in arguments if argument != "EXTRA"))
     assert (done.exit_code, done.output.count("\n")) == (1, 1)

@@ -25,7 +25,7 @@ def quantize_int8(model: Model) -> Model:
             bfloat16.
     """
     try:
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+        from torchao.quantization.quant_api import Int8WeightOnlyConfig, quantize_
     except ImportError as error:
         raise ValueError("int8 weights need the 'int8' extra: pip install 'looplm[int8]'") from error
     if is_int8(model):
@@ -65,5 +65,5 @@ def _is_held_apart(weight: Tensor) -> bool:
 def _parts(weight: Tensor) -> list[Tensor]:
     if not _is_held_apart(weight):
         return [weight]
-    names, _ = weight.__tensor_flatten__()
+    names, _ = weight.__tensor_flatten__()  # ty: ignore[missing-attribute]
     return [getattr(weight, name) for name in names]
