@@ -15,7 +15,7 @@ from looplm.cli.main import app
 from looplm.data.tokenizer import train_tokenizer
 from looplm.engine import Engine, SamplingParams
 from looplm.models.int8 import held_bytes
-from looplm.studies.bench_int8 import Int8Problem, bench_int8, compare_by_loops
+from looplm.studies.bench_int8 import Int8Problem, bench_int8, compare_by_loops, drift_growth
 
 
 @torch.no_grad()
@@ -37,11 +37,13 @@ def test_every_loop_is_compared():
         assert row.drift == pytest.approx(float((theirs - ours).norm() / ours.norm()), rel=1e-3)
         assert row.drift > 1e-4
     assert any(row.changed > 0 for row in rows)
+    assert drift_growth(rows) == rows[4].drift / rows[0].drift
 
 
 def test_a_model_does_not_differ_from_itself():
     rows = compare_by_loops(tiny_model(), tiny_model(), random_ids(2, 9), 2)
     assert all((row.difference, row.standard_error, row.changed, row.drift) == (0, 0, 0, 0) for row in rows)
+    assert drift_growth(rows) == 0
 
 
 def test_both_models_are_timed_and_weighed_and_the_given_one_is_left_alone():
@@ -84,7 +86,8 @@ def test_bench_int8_prints_json_and_tables(checkpoint, text):
     assert [row["loop"] for row in found["rows"]] == [1, 2, 3, 4, 5, 6]
     assert found["drift_growth"] == found["rows"][-1]["drift"] / found["rows"][0]["drift"]
     assert [row["weights"] for row in found["weights"]] == ["float32", "int8"]
-    assert "from loop 1 to loop 4" in run(*arguments, "--loops", 4).output
+    told = run(*arguments, "--loops", 1).output
+    assert "drift of the logits: 1.00 x from loop 1 to loop 1, no more than linear" in told
 
 
 @pytest.mark.parametrize(

@@ -275,6 +275,7 @@ def bench_int8(
 ) -> None:
     """Int8 weights against float32: loss and choices by loops, bytes of the core, the engine's tokens a second."""
     from looplm.cli.int8 import measure_int8
+    from looplm.studies.bench_int8 import drift_growth
 
     problem, by_loop, by_weights = measure_int8(checkpoint, text, text_tokens, loops, tokens, rows, repeats)
     found, weights = [asdict(row) for row in by_loop], [asdict(row) for row in by_weights]
@@ -290,8 +291,9 @@ def bench_int8(
         | {f"{rows} rows": row["all_rows"]}
         for row in weights
     ]
-    growth = by_loop[-1].drift / by_loop[0].drift
+    growth = drift_growth(by_loop)
+    verdict = "more than linear: the loops amplify the rounding" if growth > problem.loops else "no more than linear"
     print_measured(
         as_json, described, found, further={"weights": weights, "drift_growth": growth}, tables=[shown, speeds],
-        after=[f"drift of the logits: {growth:.2f} x from loop 1 to loop {problem.loops}"],
+        after=[f"drift of the logits: {growth:.2f} x from loop 1 to loop {problem.loops}, {verdict}"],
     )  # fmt: skip

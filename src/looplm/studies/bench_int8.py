@@ -98,6 +98,11 @@ def compare_by_loops(
     return found
 
 
+def drift_growth(rows: Sequence[LoopRow]) -> float:
+    """The drift at the last loop over that at the first: as many as there are loops if each adds as much again."""
+    return rows[-1].drift / max(rows[0].drift, 1e-12)
+
+
 def _compare(model: LoopLMForCausalLM, rounded: LoopLMForCausalLM, rows: Tensor, loops: int) -> list[Tensor]:
     """At every loop [5, N]: both losses, whether the choice changed, and squared lengths of difference and logits."""
     traces = [one.model(rows, loops=loops, keep_loops="all", use_cache=False) for one in (model, rounded)]
