@@ -1,5 +1,6 @@
 """looplm: looped language models, whose depth of thought is chosen at run time."""
 
+import looplm.quiet  # noqa: F401  before anything imports transformers
 from looplm.data.tokenizer import load_tokenizer
 from looplm.engine import (
     AnyOf,
@@ -16,7 +17,7 @@ from looplm.engine import (
     Speculation,
     StateConverged,
 )
-from looplm.models import LoopLMConfig, LoopLMForCausalLM, LoopLMModel, LoopOutput, load, save
+from looplm.models import LoopLMConfig, LoopLMForCausalLM, LoopLMModel, LoopOutput, load, quantize_int8, save
 
 __version__ = "0.1.0"
 __all__ = [
@@ -40,5 +41,6 @@ __all__ = [
     "__version__",
     "load",
     "load_tokenizer",
+    "quantize_int8",
     "save",
 ]

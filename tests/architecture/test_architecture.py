@@ -62,7 +62,8 @@ def test_there_is_no_utils_room():
     assert not [file for file in FILES if "utils" in file.parts or file.stem == "utils"]
 
 
-OPTIONAL = {"datasets", "peft"}  # third parties that only some runs need, and that take seconds to import
+# Third parties that only some runs need, and that take seconds to import.
+OPTIONAL = {"datasets", "peft", "torchao.quantization.quant_api"}
 
 
 def imported(node):

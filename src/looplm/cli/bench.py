@@ -257,3 +257,43 @@ def bench_parallel(
     rows = measure_parallel(checkpoint, text, inner_loops, thresholds, shared, prompts, tokens, repeats)
     found = [asdict(row) for row in rows]
     print_measured(as_json, {"checkpoint": checkpoint, "tokens": prompts * tokens, **shared}, found)
+
+
+@bench.command("int8")
+@one_line_errors
+def bench_int8(
+    checkpoint: Annotated[str, typer.Argument(help="A trained checkpoint or run folder.")],
+    text: Annotated[
+        str | None, typer.Argument(help="Held-out text; what built-in recipes hold out of Python's manual by default.")
+    ] = None,
+    loops: Annotated[int | None, typer.Option(min=1, help="Last loop to read at; twice the model's own.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each timed completion.")] = 64,
+    rows: Annotated[int, typer.Option(min=1, help="Requests at once, besides one alone.")] = 8,
+    text_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text to judge by.")] = 16384,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Int8 weights against float32: loss and choices by loops, bytes of the core, the engine's tokens a second."""
+    from looplm.cli.int8 import measure_int8
+    from looplm.studies.bench_int8 import drift_growth
+
+    problem, by_loop, by_weights = measure_int8(checkpoint, text, text_tokens, loops, tokens, rows, repeats)
+    found, weights = [asdict(row) for row in by_loop], [asdict(row) for row in by_weights]
+    described = {"checkpoint": checkpoint, "text": text, "text_tokens": text_tokens, **asdict(problem)}
+    shown = [
+        {"loop": row.loop, "loss": f"{row.loss:.4f}", "int8": f"{row.int8_loss:.4f}"}
+        | {"difference": f"{row.difference:+.5f} ({row.standard_error:.5f})"}
+        | {"changed": f"{row.changed:.2%}", "drift": f"{row.drift:.2%}"}
+        for row in by_loop
+    ]
+    speeds = [
+        {"weights": row["weights"], "core": f"{row['core_bytes']:,} bytes", "tokens/s, 1 row": row["one_row"]}
+        | {f"{rows} rows": row["all_rows"]}
+        for row in weights
+    ]
+    growth = drift_growth(by_loop)
+    verdict = "more than linear: the loops amplify the rounding" if growth > problem.loops else "no more than linear"
+    print_measured(
+        as_json, described, found, further={"weights": weights, "drift_growth": growth}, tables=[shown, speeds],
+        after=[f"drift of the logits: {growth:.2f} x from loop 1 to loop {problem.loops}, {verdict}"],
+    )  # fmt: skip

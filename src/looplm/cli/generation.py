@@ -11,7 +11,7 @@ from looplm.data.tokenizer import encode, load_tokenizer
 from looplm.engine import DepthPolicy, Engine, ExitCDF, FixedLoops, SamplingParams, Speculation, TokenEvent
 from looplm.engine.calibration import load_calibration
 from looplm.engine.parallel import ParallelSampler, ParallelSettings
-from looplm.models import load
+from looplm.models import LoopLMForCausalLM, load, quantize_int8
 from looplm.models.backbone import check_loops
 
 
@@ -58,12 +58,12 @@ class ParallelContinuation:
 
 
 def continue_in_parallel(
-    checkpoint: str, prompt: str, settings: ParallelSettings, sampling: SamplingParams
+    checkpoint: str, prompt: str, settings: ParallelSettings, sampling: SamplingParams, int8: bool = False
 ) -> ParallelContinuation:  # fmt: skip
     """Continue `prompt`, and compare each token with plain decoding's choice after the same text."""
     folder = open_checkpoint(checkpoint)
     tokenizer = load_tokenizer(folder)
-    sampler = ParallelSampler(load(folder), tokenizer, settings=settings)
+    sampler = ParallelSampler(_open(folder, int8), tokenizer, settings=settings)
     (done,) = sampler.generate(encode(tokenizer, [prompt]), sampling)
     if done.error is not None:
         raise ValueError(f"the completion failed: {done.error}")
@@ -90,9 +90,11 @@ def parallel_settings(
     )
 
 
-def print_parallel(checkpoint: str, prompt: str, settings: ParallelSettings, sampling: SamplingParams) -> None:
+def print_parallel(
+    checkpoint: str, prompt: str, settings: ParallelSettings, sampling: SamplingParams, int8: bool = False
+) -> None:  # fmt: skip
     """Write the text, and how far it is from plain decoding."""
-    done = continue_in_parallel(checkpoint, prompt, settings, sampling)
+    done = continue_in_parallel(checkpoint, prompt, settings, sampling, int8)
     typer.echo(prompt + done.text)
     count = len(done.tokens)
     typer.echo(
@@ -103,11 +105,11 @@ def print_parallel(checkpoint: str, prompt: str, settings: ParallelSettings, sam
 
 
 def stream_prompt(
-    checkpoint: str, prompt: str, depth: Depth, sampling: SamplingParams, kv: str, speculate: bool
+    checkpoint: str, prompt: str, depth: Depth, sampling: SamplingParams, kv: str, speculate: bool, int8: bool = False
 ) -> Iterator[TokenEvent]:  # fmt: skip
     """The events of continuing `prompt`."""
     folder = open_checkpoint(checkpoint)
-    model, tokenizer = load(folder), load_tokenizer(folder)
+    model, tokenizer = _open(folder, int8), load_tokenizer(folder)
     policy, loops = depth.policy(Path(folder), model.config.loops)
     (tokens,) = encode(tokenizer, [prompt])
     engine = Engine(
@@ -118,11 +120,12 @@ def stream_prompt(
 
 
 def continue_prompt(
-    checkpoint: str, prompt: str, depth: Depth, sampling: SamplingParams, kv: str = "full", speculate: bool = False
+    checkpoint: str, prompt: str, depth: Depth, sampling: SamplingParams, kv: str = "full", speculate: bool = False,
+    int8: bool = False,
 ) -> Continuation:  # fmt: skip
     """Continue `prompt`, and wait for the end."""
     done = None
-    for event in stream_prompt(checkpoint, prompt, depth, sampling, kv, speculate):
+    for event in stream_prompt(checkpoint, prompt, depth, sampling, kv, speculate, int8):
         done = event.completion or done
     assert done is not None
     if done.error is not None:
@@ -131,10 +134,10 @@ def continue_prompt(
 
 
 def print_stream(
-    checkpoint: str, prompt: str, depth: Depth, sampling: SamplingParams, kv: str, speculate: bool
+    checkpoint: str, prompt: str, depth: Depth, sampling: SamplingParams, kv: str, speculate: bool, int8: bool = False
 ) -> None:  # fmt: skip
     """Write the text as it comes, and at its end how deep its tokens went."""
-    events = stream_prompt(checkpoint, prompt, depth, sampling, kv, speculate)
+    events = stream_prompt(checkpoint, prompt, depth, sampling, kv, speculate, int8)
     typer.echo(prompt, nl=False)
     for event in events:
         if not event.provisional:
@@ -145,3 +148,7 @@ def print_stream(
                 raise ValueError(f"the completion failed: {event.completion.error}")
             loops = event.completion.loops
             typer.echo(f"[{len(loops)} tokens, {sum(loops) / len(loops):.2f} mean loops]", err=True)
+
+
+def _open(folder: Path, int8: bool) -> LoopLMForCausalLM:
+    return quantize_int8(load(folder)) if int8 else load(folder)

@@ -129,6 +129,7 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
     kv: Annotated[str, typer.Option(help="How loops share keys and values: full, last, averaged, first.")] = "full",
     speculate: Annotated[bool, typer.Option(help="Start tokens early; the same text, faster.")] = False,
+    int8: Annotated[bool, typer.Option(help="Round the blocks' weights to int8; less memory, not faster.")] = False,
     parallel: Annotated[bool, typer.Option(help="Refine drafts together; faster, lossy, and by how much.")] = False,
     inner_loops: Annotated[int | None, typer.Option(min=1, help="With --parallel: loops between readings; 4.")] = None,
     threshold: Annotated[float | None, typer.Option(help="With --parallel: a change that freezes; 0.03.")] = None,
@@ -147,14 +148,15 @@ def generate(
     if parallel:
         settings = generation.parallel_settings(inner_loops, threshold, depth, kv, speculate)
         if as_json:
-            done = generation.continue_in_parallel(checkpoint, prompt, settings, sampling)
+            done = generation.continue_in_parallel(checkpoint, prompt, settings, sampling, int8)
             typer.echo(json.dumps(asdict(done)))
         else:
-            generation.print_parallel(checkpoint, prompt, settings, sampling)
+            generation.print_parallel(checkpoint, prompt, settings, sampling, int8)
     elif as_json:
-        typer.echo(json.dumps(asdict(generation.continue_prompt(checkpoint, prompt, depth, sampling, kv, speculate))))
+        made = generation.continue_prompt(checkpoint, prompt, depth, sampling, kv, speculate, int8)
+        typer.echo(json.dumps(asdict(made)))
     else:
-        generation.print_stream(checkpoint, prompt, depth, sampling, kv, speculate)
+        generation.print_stream(checkpoint, prompt, depth, sampling, kv, speculate, int8)
 
 
 @app.command()

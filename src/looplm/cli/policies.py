@@ -12,7 +12,7 @@ from looplm.data.streams import MemoryStream
 from looplm.data.text import read_documents
 from looplm.data.tokenizer import encode, load_tokenizer
 from looplm.data.windows import split_documents
-from looplm.models import LoopLMForCausalLM, load
+from looplm.models import LoopLMConfig, load
 from looplm.studies.bench_policies import (
     Measure,
     PoliciesProblem,
@@ -42,7 +42,7 @@ def measure_policies(
     if questions:
         held_out = read_questions(model, tokenizer, Compose(), problem.requests)
     else:
-        held_out = read_text(model, _rows(model, tokenizer, text, tokens), problem.requests)
+        held_out = read_text(model, held_out_rows(model.config, tokenizer, text, tokens), problem.requests)
     rows = bench_policies(model, held_out, problem, repeats)
     if plot is not None:
         plot.parent.mkdir(parents=True, exist_ok=True)
@@ -50,12 +50,15 @@ def measure_policies(
     return held_out.measure, rows
 
 
-def _rows(model: LoopLMForCausalLM, tokenizer: PreTrainedTokenizerFast, text: str | None, tokens: int) -> Tensor:
+def held_out_rows(
+    config: LoopLMConfig, tokenizer: PreTrainedTokenizerFast, text: str | None, tokens: int
+) -> Tensor:  # fmt: skip
+    """The first tokens of a text as rows [B, S]; of Python's manual, only of what recipes hold out by default."""
     documents = encode(tokenizer, read_documents(text), plain=True)
     stream = split_documents(documents, _HELD_OUT)[1] if text is None else MemoryStream(documents)
     assert stream is not None
     count = min(tokens, stream.num_tokens)
-    length = min(longest_row(model.config), count)
+    length = min(longest_row(config), count)
     if length < 2:
         raise ValueError(f"the text '{text}' has {count} tokens; give at least two")
     return torch.from_numpy(stream.read(0, count // length * length)).view(-1, length)

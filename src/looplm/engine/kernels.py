@@ -17,6 +17,7 @@ from looplm.models import LoopLMConfig, LoopLMForCausalLM
 from looplm.models.backbone import LoopLMModel
 from looplm.models.block import Attention, Block, ResidualNorms
 from looplm.models.context import Loop
+from looplm.models.int8 import is_int8
 from looplm.models.mlp import SwiGLU
 from looplm.models.norm import RMSNorm
 from looplm.models.rotary import rotate_halves
@@ -39,6 +40,17 @@ class Projection:
             y = torch.mm(self.weight, x.t()).t()
             return y if self.bias is None else y + self.bias
         return torch.mm(x, self.columns) if self.bias is None else torch.addmm(self.bias, x, self.columns)
+
+
+class Apart:
+    """Linear maps of one input whose int8 weights cannot be joined: products of their own, side by side."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self.layers = [layer.forward for layer in layers]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, I] -> [T, O]; it may lie transposed in memory."""
+        return torch.cat([layer(x) for layer in self.layers], dim=-1)
 
 
 class PlainNorm:
@@ -100,7 +112,7 @@ class PagedAttention:
 
     def __init__(self, source: Attention) -> None:
         self.qkv = fused([source.q_proj, source.k_proj, source.v_proj])
-        self.out = Projection(source.o_proj.weight, source.o_proj.bias)
+        self.out = projection(source.o_proj)
         self.heads, self.groups = source.config.num_attention_heads, source.config.num_key_value_heads
         self.head_dim, self.scaling, self.rotate = source.head_dim, source.scaling, source.rotate
         self.norms = (source.q_norm, source.k_norm) if source.config.qk_norm else None
@@ -136,7 +148,7 @@ class OneProductSwiGLU:
 
     def __init__(self, source: SwiGLU) -> None:
         self.gate_up = fused([source.gate_proj, source.up_proj])
-        self.down = Projection(source.down_proj.weight, source.down_proj.bias)
+        self.down = projection(source.down_proj)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, D] -> [T, D]."""
@@ -197,8 +209,15 @@ def decoding_norm(source: nn.Module) -> Norm:
     return PlainNorm(source)
 
 
-def fused(layers: Sequence[nn.Linear]) -> Projection:
-    """Several linear maps of one input as one; their parameters become parts of its matrix."""
+def projection(layer: nn.Linear) -> Projection | Apart:
+    """One linear map."""
+    return Apart([layer]) if is_int8(layer) else Projection(layer.weight, layer.bias)
+
+
+def fused(layers: Sequence[nn.Linear]) -> Projection | Apart:
+    """Several linear maps of one input as one; their parameters become parts of its matrix, unless they are int8."""
+    if any(is_int8(layer) for layer in layers):
+        return Apart(layers)
     weight = _joined([layer.weight for layer in layers])
     if all(layer.bias is None for layer in layers):
         return Projection(weight)

@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 
 from looplm.models.causal_lm import LoopLMForCausalLM
 from looplm.models.config import LoopLMConfig
+from looplm.models.int8 import check_savable
 from looplm.models.reading import HEAD, LAYOUTS, NATIVE, find_folder, read_layout, read_tensors, tensor_table
 
 LayoutName = Literal["looplm", "ouro", "huginn_raven"]
@@ -49,10 +50,12 @@ def save(
     """Write `model` as safetensors (sharded past `max_shard_size`) with its config, in our layout or a family's own.
 
     Raises:
-        ValueError: if the layout is unknown or cannot hold this model's parts; nothing is written then.
+        ValueError: if the layout is unknown or cannot hold this model's parts, or its weights are int8; nothing is
+            written then.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} is not known; choose one of {', '.join(map(repr, LAYOUTS))}")
+    check_savable(model)
     folder, target = Path(folder), LAYOUTS[layout]
     if target is NATIVE:
         model.save_pretrained(folder, max_shard_size=max_shard_size)

@@ -9,6 +9,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from looplm.models.block import Attention, Block
 from looplm.models.config import LoopLMConfig
 from looplm.models.initialisation import initialise
+from looplm.models.int8 import check_savable
 from looplm.models.reading import EMBEDDING, FOREIGN, HEAD, find_folder, read_layout, read_tensors
 
 
@@ -53,6 +54,11 @@ class LoopLMPreTrainedModel(PreTrainedModel):
                 raise ValueError(f"{source} {problem} tensor '{min(names)}' ({len(names)} in all)")
         _check_tensor_parallel(model.config, kwargs.get("distributed_config"))
         return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; int8 weights are refused."""
+        check_savable(self)
+        return super().save_pretrained(*args, **kwargs)
 
     @classmethod
     def _from_foreign(cls, source: str, *args: Any, config: LoopLMConfig | None, **kwargs: Any) -> Any:
