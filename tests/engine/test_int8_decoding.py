@@ -52,6 +52,23 @@ def test_float32_tokens_are_those_of_generate_under_every_option(options):
     assert by_engine(model, 4, **options) == by_generate(model, 4)
 
 
+def test_an_engine_reads_weights_anew_that_were_rounded_under_it():
+    model = ouro_like(2, torch.float32)
+    engine = Engine(model, max_rows=2, max_length=64)
+    before = [done.token_ids for done in engine.generate(PROMPTS, GREEDY)]
+    looplm.quantize_int8(model)
+    engine.forget_prefixes()
+    after = [done.token_ids for done in engine.generate(PROMPTS, GREEDY)]
+    assert after == by_generate(model, 4)
+    assert engine.runner.backbone.core[0].mlp.down.layers[0].__self__ is model.model.core[0].mlp.down_proj
+    model.model.core[0].mlp.down_proj.weight.scale.mul_(-3)
+    model.model.core[0].attention.o_proj.weight.scale.mul_(-3)
+    engine.forget_prefixes()
+    changed = [done.token_ids for done in engine.generate(PROMPTS, GREEDY)]
+    assert changed == by_generate(model, 4)
+    assert changed not in (after, before)
+
+
 def test_the_parallel_sampler_decodes_int8_weights():
     model = looplm.quantize_int8(huginn_like(1, torch.float32))
     sampler = ParallelSampler(model)

@@ -10,7 +10,7 @@ from looplm.data.tokenizer import encode, load_tokenizer
 from looplm.engine.calibration import Calibration, calibrate, save_calibration
 from looplm.models import LoopLMConfig, load
 
-_ROW = 256
+_ROW = 256  # tokens
 
 
 def calibrate_checkpoint(
@@ -25,7 +25,7 @@ def calibrate_checkpoint(
         stream += encode(tokenizer, [document], plain=True)[0]
         if len(stream) >= tokens:
             break
-    length = min(longest_row(model.config), tokens, len(stream))
+    length = min(longest_row(model.config, _ROW), tokens, len(stream))
     if length < 2:
         raise ValueError(f"the text '{text}' has {len(stream)} tokens; give at least two")
     rows = torch.tensor(stream[: min(tokens, len(stream)) // length * length]).view(-1, length)
@@ -35,6 +35,6 @@ def calibrate_checkpoint(
     return found, save_calibration(found, folder)
 
 
-def longest_row(config: LoopLMConfig) -> int:
-    """Tokens of a row of text to judge by: learned positions may end before."""
-    return min(_ROW, config.max_position_embeddings) if config.rope == "learned" else _ROW
+def longest_row(config: LoopLMConfig, most: int) -> int:
+    """At most `most` tokens: learned positions may end before."""
+    return min(most, config.max_position_embeddings) if config.rope == "learned" else most

@@ -24,6 +24,7 @@ from looplm.studies.bench_policies import (
 )
 from looplm.tasks import Compose
 
+_ROW = 128  # tokens
 _HELD_OUT = 0.1  # of each document of Python's manual, as recipes hold out by default
 _FIGURES = (".svg", ".png", ".pdf")
 
@@ -58,7 +59,7 @@ def held_out_rows(
     stream = split_documents(documents, _HELD_OUT)[1] if text is None else MemoryStream(documents)
     assert stream is not None
     count = min(tokens, stream.num_tokens)
-    length = min(longest_row(config), count)
+    length = min(longest_row(config, _ROW), count)
     if length < 2:
         raise ValueError(f"the text '{text}' has {count} tokens; give at least two")
     return torch.from_numpy(stream.read(0, count // length * length)).view(-1, length)
