@@ -180,6 +180,8 @@ def bench_speculate(
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of each completion.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     deterministic: Annotated[bool, typer.Option(help="Calls of exactly 16 rows.")] = False,
+    width: Annotated[int | None, typer.Option(min=1, help="Pad the model with zeros to this width: its cost.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="And to so many layers.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 3,
     as_json: AsJson = False,
 ) -> None:
@@ -188,9 +190,13 @@ def bench_speculate(
 
     found = [
         asdict(row)
-        for row in measure_speculation(checkpoint, text, prompts, tokens, temperature, deterministic, repeats)
+        for row in measure_speculation(
+            checkpoint, text, prompts, tokens, temperature, deterministic, repeats, width, layers
+        )
     ]
-    print_measured(as_json, {"checkpoint": checkpoint, "tokens": prompts * tokens}, found)
+    print_measured(
+        as_json, {"checkpoint": checkpoint, "tokens": prompts * tokens, "width": width, "layers": layers}, found
+    )
 
 
 @bench.command("policies")

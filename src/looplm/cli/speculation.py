@@ -8,16 +8,20 @@ from looplm.data.tokenizer import encode, load_tokenizer
 from looplm.engine import SamplingParams
 from looplm.models import load
 from looplm.studies.bench_speculate import SpeculationRow, bench_speculate
+from looplm.studies.padded import padded
 
 _PROMPT = 24  # tokens of a prompt
 
 
 def measure_speculation(
-    checkpoint: str, text: str | None, prompts: int, tokens: int, temperature: float, deterministic: bool, repeats: int
+    checkpoint: str, text: str | None, prompts: int, tokens: int, temperature: float, deterministic: bool, repeats: int,
+    width: int | None = None, layers: int | None = None,
 ) -> list[SpeculationRow]:  # fmt: skip
-    """Every way to speculate on the beginnings of the text's documents."""
+    """Every way to speculate on the beginnings of the text's documents; the model is padded to a size, if given."""
     folder = open_checkpoint(checkpoint)
     model, tokenizer = load(folder), load_tokenizer(folder)
+    if width is not None or layers is not None:
+        model = padded(model, width or model.config.hidden_size, layers or model.config.core_layers)
     chosen = beginnings(tokenizer, text, prompts)
     params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=0, ignore_eos=True)
     return bench_speculate(model, chosen, params, repeats, deterministic)
