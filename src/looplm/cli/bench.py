@@ -123,6 +123,7 @@ def bench_engine(
     mixed: Annotated[
         bool, typer.Option("--mixed/--same", help="Completions of a quarter to seven quarters of that, or all alike.")
     ] = False,
+    min_readout: Annotated[int, typer.Option(min=1, help="Tokens that wait for the head together.")] = 1,
     against: Annotated[str | None, typer.Option(help="file.py:factory, factory(folder)(prompts, n) -> tokens.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 3,
     as_json: AsJson = False,
@@ -132,7 +133,7 @@ def bench_engine(
 
     problem = EngineProblem(
         width=width, layers=layers, loops=loops, vocab=vocab, rows=rows, requests=requests, prompt=prompt,
-        tokens=tokens, mixed=mixed,
+        tokens=tokens, mixed=mixed, min_readout=min_readout,
     )  # fmt: skip
     found = [asdict(row) for row in measure_engine(problem, repeats, against)]
     by_way = {row["way"]: row for row in found}

@@ -29,7 +29,8 @@ class EngineProblem:
 
     Prompts are `prompt` / 2 to 3 `prompt` / 2 tokens long where there are several. Replayed depths are drawn uniformly
     from 1 to `loops`.
-    mixed: completions are of `tokens` / 4 to 7 `tokens` / 4 tokens, drawn uniformly, instead of `tokens` each.
+    mixed: completions are of `tokens` / 4 to 7 `tokens` / 4 tokens, drawn uniformly, instead of `tokens` each
+    min_readout: the engine's: tokens that wait for one another before the head reads them, which pays where it is wide.
     """
 
     width: int = 512
@@ -41,6 +42,7 @@ class EngineProblem:
     prompt: int = 16
     tokens: int = 48
     mixed: bool = False
+    min_readout: int = 1
     head_dim: int = 64
 
     def config(self) -> LoopLMConfig:
@@ -234,7 +236,7 @@ def _fastest(weights: Sequence[Tensor], rows: int, rounds: int = 5) -> float:
 
 def _ways(problem: EngineProblem, model: LoopLMForCausalLM, against: Generate | None) -> dict[str, _Way]:
     longest = max(map(len, problem.prompts())) + max(problem.lengths())
-    engine = Engine(model, max_rows=problem.rows, max_length=longest)
+    engine = Engine(model, max_rows=problem.rows, max_length=longest, min_readout=problem.min_readout)
     rows, full, drawn = problem.rows, problem.full_depths(), problem.depths()
     fixed, nothing = FixedLoops(problem.loops), [()] * problem.requests
     ways = {
