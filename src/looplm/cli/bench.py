@@ -183,6 +183,7 @@ def bench_speculate(
     deterministic: Annotated[bool, typer.Option(help="Calls of exactly 16 rows.")] = False,
     width: Annotated[int | None, typer.Option(min=1, help="Pad the model with zeros to this width: its cost.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="And to so many layers.")] = None,
+    against: Annotated[str | None, typer.Option(help="file.py:factory, factory(folder)(prompts, n) -> tokens.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 3,
     as_json: AsJson = False,
 ) -> None:
@@ -192,7 +193,7 @@ def bench_speculate(
     found = [
         asdict(row)
         for row in measure_speculation(
-            checkpoint, text, prompts, tokens, temperature, deterministic, repeats, width, layers
+            checkpoint, text, prompts, tokens, temperature, deterministic, repeats, width, layers, against
         )
     ]
     print_measured(

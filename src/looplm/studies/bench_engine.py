@@ -1,6 +1,5 @@
 """Benchmark: the engine at replayed depths, at fixed depth, transformers' generate, and any other callable."""
 
-import importlib.util
 import math
 import random
 import statistics
@@ -8,19 +7,16 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from looplm.engine import DepthPolicy, Engine, ExitCDF, FixedLoops, SamplingParams
-from looplm.models import LoopLMConfig, LoopLMForCausalLM, save
+from looplm.models import LoopLMConfig, LoopLMForCausalLM
 from looplm.models.accounting import flops_per_token
+from looplm.studies.against import Generate, given_to
 from looplm.studies.timing import seconds_in_turn
-
-Generate = Callable[[list[list[int]], int], list[list[int]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,11 +151,8 @@ def measure_engine(problem: EngineProblem, repeats: int, against: str | None = N
     tokens asked for count.
     """
     model = problem.model()
-    with TemporaryDirectory() as folder:
-        if against is None:
-            return _measure(problem, repeats, model, None)
-        save(model, folder, layout="ouro")
-        return _measure(problem, repeats, model, load_callable(against)(Path(folder)))
+    with given_to(against, model) as other:
+        return _measure(problem, repeats, model, other)
 
 
 def _measure(
@@ -184,23 +177,6 @@ def needed_flops(problem: EngineProblem, depths: Sequence[Sequence[int]]) -> int
         total += sum(flops_per_token(config, loops, position) for position, loops in enumerate(visits, start=1))
         total -= (len(visits) - len(own)) * head
     return total
-
-
-def load_callable(place: str) -> Callable[[Path], Generate]:
-    """`factory` of "file.py:factory": called with a model folder it gives generate(prompts, max_new_tokens) -> tokens.
-
-    Raises:
-        ValueError: if there is no such file or function.
-    """
-    path, _, name = place.rpartition(":")
-    spec = importlib.util.spec_from_file_location("against", path) if Path(path).is_file() else None
-    if spec is None or spec.loader is None:
-        raise ValueError(f"'{place}' is not file.py:function")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not callable(getattr(module, name, None)):
-        raise ValueError(f"{path} has no function '{name}'")
-    return getattr(module, name)
 
 
 def streaming_limit(model: LoopLMForCausalLM) -> float:

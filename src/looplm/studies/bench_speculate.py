@@ -14,6 +14,7 @@ from looplm.engine.batches import LaneBatch
 from looplm.engine.pages import SCRATCH
 from looplm.engine.store import PAGE
 from looplm.models import LoopLMForCausalLM
+from looplm.studies.against import Generate
 from looplm.studies.timing import seconds_in_turn
 
 _ROUNDS = 15
@@ -39,9 +40,13 @@ class SpeculationRow:
 
 
 def bench_speculate(
-    model: LoopLMForCausalLM, prompts: Sequence[list[int]], params: SamplingParams, repeats: int, deterministic: bool
+    model: LoopLMForCausalLM, prompts: Sequence[list[int]], params: SamplingParams, repeats: int, deterministic: bool,
+    against: Generate | None = None,
 ) -> list[SpeculationRow]:  # fmt: skip
-    """Each entry loop with and without rereading, and the adaptive choice; prompts one after the other."""
+    """Each entry loop with and without rereading, and the adaptive choice; prompts one after the other.
+
+    `against` is one more way, at full depth, of which only seconds and tokens are known.
+    """
     loops = model.config.loops
     ways: dict[str, Speculation | None] = {"plain": None, "adaptive": Speculation()}
     for entry in range(1, loops):
@@ -59,14 +64,29 @@ def bench_speculate(
     def work(name: str) -> None:
         made[name] = [engines[name].generate([prompt], params)[0].token_ids for prompt in prompts]
 
-    seconds = seconds_in_turn({name: partial(work, name) for name in ways}, repeats)
+    def other(generate: Generate) -> None:
+        made["other"] = [generate([prompt], params.max_tokens)[0] for prompt in prompts]
+
+    work_of: dict[str, Callable[[], None]] = {name: partial(work, name) for name in ways}
+    if against is not None:
+        work_of["other"] = partial(other, against)
+    seconds = seconds_in_turn(work_of, repeats)
     costs = {name: _costs(engine) for name, engine in engines.items()}
     plain = statistics.median(seconds["plain"])
-    return [
+    rows = [
         _row(name, speculate, engines[name], statistics.median(seconds[name]), plain, costs[name], costs["plain"],
              _differing(made[name], made["plain"]))
         for name, speculate in ways.items()
     ]  # fmt: skip
+    if against is not None:
+        speedup = plain / statistics.median(seconds["other"])
+        rows.append(
+            SpeculationRow(
+                way="other", seconds=statistics.median(seconds["other"]), ticks=loops, acceptance=0.0, speedup=speedup,
+                ceiling=1.0, of_ceiling=speedup, differing=_differing(made["other"], made["plain"]),
+            )
+        )  # fmt: skip
+    return rows
 
 
 Cost = Callable[[int], float]
