@@ -1,11 +1,16 @@
 """The decoding forms of a model's parts against the parts themselves."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from engine_models import huginn_like, ouro_like
 from torch import nn
 from torch.nn import functional as F
 
+from looplm.engine import Engine, SamplingParams
+from looplm.engine.compiled import add_normed, attend, compiled, normed
 from looplm.engine.kernels import (
     BY_COLUMNS,
     FourCallNorm,
@@ -18,6 +23,9 @@ from looplm.engine.kernels import (
 )
 from looplm.models.block import ResidualNorms
 from looplm.models.norm import RMSNorm
+from looplm.models.rotary import rotate_halves
+
+PLAIN = SimpleNamespace(add_normed=add_normed, normed=normed, attend=attend)
 
 ROWS = [1, 2, BY_COLUMNS.start - 1, BY_COLUMNS.start, BY_COLUMNS.stop - 1, BY_COLUMNS.stop]
 
@@ -95,3 +103,83 @@ def test_the_users_model_is_left_as_it_was(build):
     for_decoding(model)
     assert {name: module.training for name, module in model.named_modules()} == before
     assert torch.equal(model.eval()(ids).logits, wanted)
+
+
+# Compiled loops -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loops", [PLAIN, compiled()], ids=["plain", "compiled"])
+def test_compiled_norms_are_the_norm_and_its_sum(loops):
+    norm = rms_norm()
+    x, y = torch.randn(3, 24), torch.randn(3, 24)
+    x, y = x * torch.tensor([[1.0], [1e-4], [0.0]]), y * torch.tensor([[1.0], [1e-4], [0.0]])
+    weight, out = norm.weight.detach().float().numpy(), torch.empty(3, 24)
+    wanted = norm(y.double()).float()
+    loops.normed(y.numpy(), weight, 1e-3, out.numpy())
+    assert torch.allclose(out, wanted, rtol=1e-5, atol=1e-7)
+    loops.add_normed(x.numpy(), y.numpy(), weight, 1e-3, 0.3, out.numpy())
+    assert torch.allclose(out, x + 0.3 * wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("loops", [PLAIN, compiled()], ids=["plain", "compiled"])
+@pytest.mark.parametrize("one_row", [False, True])
+def test_compiled_attention_is_attention_over_the_pages(loops, one_row):
+    """Three tokens, of three rows or of one; keys after a token's own position hold what is no number."""
+    torch.manual_seed(2)
+    heads, groups, width, page = 4, 2, 6, 16
+    tokens = torch.randn(9 * page, 2 * groups, width)
+    tables = torch.tensor([[5, 3]]) if one_row else torch.tensor([[5, 3], [2, 7], [8, 1]])
+    positions = torch.tensor([17, 18, 19]) if one_row else torch.tensor([17, 4, 30])
+    rows = tables.expand(3, -1)
+    write = rows.gather(1, positions[:, None] // page)[:, 0] * page + positions % page
+    given = torch.randn(3, heads + 2 * groups, width)
+    cos, sin = torch.randn(3, 1, width), torch.randn(3, 1, width)
+    turned = given.clone()
+    turned[:, : heads + groups] = rotate_halves(given[:, : heads + groups], (cos, sin))
+    held = tokens.clone()
+    held[write] = turned[:, heads:]
+    places = (rows[..., None] * page + torch.arange(page)).flatten(1)
+    seen = held[places]
+    wanted = torch.stack(
+        [
+            F.scaled_dot_product_attention(
+                turned[row, :heads, None], *seen[row, : positions[row] + 1].transpose(0, 1).chunk(2), scale=0.3,
+                enable_gqa=True,
+            )[:, 0]
+            for row in range(3)
+        ]
+    )  # fmt: skip
+    last = int(positions.max())
+    for row in range(len(tables)):
+        hidden = [int(places[row, key]) for key in range((last if one_row else int(positions[row])) + 1, 2 * page)]
+        tokens[hidden] = float("nan")
+    out = torch.empty(3, heads, width)
+    loops.attend(
+        given.numpy(), cos.numpy(), sin.numpy(), tokens.numpy(), write.numpy(), tables.numpy(), positions.numpy(), page,
+        0.3, out.numpy(),
+    )  # fmt: skip
+    assert torch.allclose(out, wanted, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(tokens[write], turned[:, heads:], rtol=1e-5, atol=1e-6)
+
+
+# Huginn's random weights amplify rounding, in either form alike.
+@pytest.mark.parametrize(("build", "apart"), [(ouro_like, 1e-4), (huginn_like, 1e-2)])
+def test_an_engine_makes_the_same_tokens_compiled_or_not(build, apart):
+    model = build(dtype=torch.float32)
+    prompts, params = [[1, 2, 3], list(range(1, 30)), [7]], SamplingParams(max_tokens=20)
+    one, other = (
+        Engine(model, max_length=64, compiled=compiles).generate(prompts, params) for compiles in (True, False)
+    )
+    assert [done.token_ids for done in one] == [done.token_ids for done in other]
+    for ours, theirs in zip(one, other, strict=True):
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=apart)
+
+
+def test_compiled_loops_where_they_cannot_be_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match=r"needs a float32 model on a CPU; this one is torch.float64 on 'cpu'"):
+        Engine(ouro_like(), max_length=64, compiled=True)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    compiled.cache_clear()
+    with pytest.raises(ValueError, match=r"compiled=True needs numba: pip install 'looplm\[cpu\]'"):
+        Engine(ouro_like(dtype=torch.float32), max_length=64, compiled=True)
+    compiled.cache_clear()

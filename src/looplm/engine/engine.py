@@ -4,8 +4,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
+from looplm.engine.compiled import is_installed
 from looplm.engine.flight import Flight, Stats
 from looplm.engine.graphs import cuda_graph
 from looplm.engine.intake import Intake, Options, Prompt
@@ -39,6 +41,8 @@ class Engine:
         speculate: lets tokens enter before their predecessor is final; changes no token, but for near-ties.
         cuda_graphs: replays the core step as recorded graphs, one for each power of two of rows and of pages; needs a
             GPU. What it records is tested on CPU, the recording itself has not been run on a GPU yet.
+        compiled: norms and single tokens' attention by compiled loops, for float32 models on a CPU; by default where
+            numba is installed (the `cpu` extra). They are compiled once, which takes some seconds.
         seed: of requests that bring none.
     """
 
@@ -46,7 +50,8 @@ class Engine:
         self, model: LoopLMForCausalLM, tokenizer: PreTrainedTokenizerBase | None = None, *,
         depth: DepthPolicy | None = None, kv: str | KVPolicy = "full", loops: int | None = None, max_rows: int = 16,
         max_length: int = 2048, kv_bytes: int = 2**30, prefill_tokens: int = 512, min_readout: int = 1,
-        deterministic: bool = False, speculate: Speculation | None = None, cuda_graphs: bool = False, seed: int = 0,
+        deterministic: bool = False, speculate: Speculation | None = None, cuda_graphs: bool = False,
+        compiled: bool | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
         policy, loops = kv_policy(kv), model.config.loops if loops is None else loops
         _check_sizes(
@@ -68,7 +73,7 @@ class Engine:
         self._model = model
         self.runner = Runner(
             model, lanes, max_length, memory.core, memory.boundary, policy, deterministic,
-            capture=cuda_graph if cuda_graphs else None,
+            capture=cuda_graph if cuda_graphs else None, fast=_compiles(model, compiled),
         )  # fmt: skip
         self.intake = Intake(
             config=model.config, tokenizer=tokenizer, memory=memory, depth=depth, loops=loops,
@@ -191,3 +196,11 @@ def _check_sizes(model: LoopLMForCausalLM, **counts: int) -> None:
             f"max_length={counts['max_length']} is more than max_position_embeddings={places}, "
             "and learned positions do not extend"
         )
+
+
+def _compiles(model: LoopLMForCausalLM, asked: bool | None) -> bool:
+    """Whether compiled loops are used: if asked for, or where they can be."""
+    suits = model.dtype == torch.float32 and model.device.type == "cpu"
+    if asked and not suits:
+        raise ValueError(f"compiled=True needs a float32 model on a CPU; this one is {model.dtype} on '{model.device}'")
+    return suits and is_installed() if asked is None else asked

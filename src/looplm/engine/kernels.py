@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from looplm.engine.store import PagedContext
+from looplm.engine.compiled import compiled
+from looplm.engine.store import PAGE, PagedContext
 from looplm.models import LoopLMConfig, LoopLMForCausalLM
 from looplm.models.backbone import LoopLMModel
 from looplm.models.block import Attention, Block, ResidualNorms
@@ -90,15 +91,34 @@ class FourCallNorm:
         return torch.addcdiv(x, y * self.weight, length, value=scale * self.root)
 
 
-Norm = PlainNorm | FourCallNorm
+class CompiledNorm:
+    """`RMSNorm` of a float32 model on a CPU as one compiled loop, a sum with it included."""
+
+    def __init__(self, source: RMSNorm) -> None:
+        self.weight, self.eps, self.loops = source.weight.detach(), source.eps, compiled()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, D], normed."""
+        x, out = x.contiguous(), torch.empty(x.shape)
+        self.loops.normed(x.numpy(), self.weight.numpy(), self.eps, out.numpy())
+        return out
+
+    def onto(self, x: Tensor, y: Tensor, scale: float) -> Tensor:
+        """x + scale * norm(y)."""
+        x, y, out = x.contiguous(), y.contiguous(), torch.empty(x.shape)
+        self.loops.add_normed(x.numpy(), y.numpy(), self.weight.numpy(), self.eps, scale, out.numpy())
+        return out
+
+
+Norm = PlainNorm | FourCallNorm | CompiledNorm
 
 
 class JoiningNorms:
     """`ResidualNorms`: post(x + scale * branch(f(pre(x))))."""
 
-    def __init__(self, source: ResidualNorms) -> None:
-        self.pre, self.branch = decoding_norm(source.pre), decoding_norm(source.branch)
-        self.post = None if isinstance(source.post, nn.Identity) else decoding_norm(source.post)
+    def __init__(self, source: ResidualNorms, fast: bool = False) -> None:
+        self.pre, self.branch = decoding_norm(source.pre, fast), decoding_norm(source.branch, fast)
+        self.post = None if isinstance(source.post, nn.Identity) else decoding_norm(source.post, fast)
         self.scale = source.scale
 
     def join(self, x: Tensor, y: Tensor) -> Tensor:
@@ -143,6 +163,28 @@ class PagedAttention:
             heads.copy_(self.rotate(heads, context.rotary))
 
 
+class CompiledAttention(PagedAttention):
+    """The same with rotation, pages and attention of single tokens in one compiled loop; prompts go the other way."""
+
+    def __init__(self, source: Attention) -> None:
+        super().__init__(source)
+        self.loops = compiled()
+
+    def __call__(self, x: Tensor, layer: int, context: PagedContext) -> Tensor:
+        """x [T, D] -> [T, D]."""
+        if context.blocks < x.shape[0] or context.pages.sharing is not None:
+            return super().__call__(x, layer, context)
+        heads = self.qkv(x).contiguous().view(x.shape[0], -1, self.head_dim)
+        out = torch.empty(x.shape[0], self.heads, self.head_dim)
+        tokens, places = context.pages.place(layer)
+        cos, sin = context.rotary
+        self.loops.attend(
+            heads.numpy(), cos.numpy(), sin.numpy(), tokens.numpy(), places.write.numpy(),
+            places.tables.view(places.rows, -1).numpy(), context.position_ids.numpy(), PAGE, self.scaling, out.numpy(),
+        )  # fmt: skip
+        return self.out(out.view(x.shape[0], -1))
+
+
 class OneProductSwiGLU:
     """SwiGLU with one product for gate and up."""
 
@@ -159,12 +201,14 @@ class OneProductSwiGLU:
 class DecodingBlock(nn.Module):
     """A `Block` on flat tokens and paged keys and values; it holds no parameter of its own."""
 
-    def __init__(self, source: Block) -> None:
+    def __init__(self, source: Block, fast: bool = False) -> None:
         super().__init__()
         self.layer = source.layer
-        self.attention = PagedAttention(source.attention)
+        turns = source.attention.rotate is rotate_halves and not source.attention.config.qk_norm
+        self.attention = (CompiledAttention if fast and turns else PagedAttention)(source.attention)
         self.mlp = OneProductSwiGLU(source.mlp) if isinstance(source.mlp, SwiGLU) else source.mlp.forward
-        self.attention_norms, self.mlp_norms = JoiningNorms(source.attention_norms), JoiningNorms(source.mlp_norms)
+        self.attention_norms = JoiningNorms(source.attention_norms, fast)
+        self.mlp_norms = JoiningNorms(source.mlp_norms, fast)
 
     def forward(self, x: Tensor, loop: Loop, context: PagedContext) -> Tensor:
         """x [T, D] -> [T, D]."""
@@ -174,8 +218,10 @@ class DecodingBlock(nn.Module):
         return norms.join(x, self.mlp(norms.pre(x)))
 
 
-def for_decoding(model: LoopLMForCausalLM) -> LoopLMModel:
+def for_decoding(model: LoopLMForCausalLM, fast: bool = False) -> LoopLMModel:
     """The verbs of the backbone of `model` on flat tokens [T, D] and a `PagedContext`.
+
+    fast: norms and single tokens' attention by compiled loops, where the model has forms that they know.
 
     No weight is held twice: the parameters of `model` become parts of the fused matrices, so what is trained or loaded
     into them is seen here (one layer's matrices exist twice while it is fused).
@@ -193,17 +239,19 @@ def for_decoding(model: LoopLMForCausalLM) -> LoopLMModel:
         if name != "dropout":  # the one part that is not the same in training
             setattr(backbone, name, part)
     for name in ("prelude", "core", "coda"):
-        setattr(backbone, name, nn.ModuleList(DecodingBlock(block) for block in getattr(source, name)))
+        setattr(backbone, name, nn.ModuleList(DecodingBlock(block, fast) for block in getattr(source, name)))
     del backbone.norm
-    backbone.norm = decoding_norm(source.norm)  # ty: ignore[invalid-assignment]
+    backbone.norm = decoding_norm(source.norm, fast)  # ty: ignore[invalid-assignment]
     backbone.dropout.eval()
     # A transformers config takes microseconds to answer, and the verbs ask it at every loop.
     backbone.config = cast(LoopLMConfig, SimpleNamespace(**vars(model.config)))
     return backbone
 
 
-def decoding_norm(source: nn.Module) -> Norm:
+def decoding_norm(source: nn.Module, fast: bool = False) -> Norm:
     """The norm in as few calls as rounding allows: below float32, its own order of rounding is the model's."""
+    if fast and isinstance(source, RMSNorm):
+        return CompiledNorm(source)
     if isinstance(source, RMSNorm) and source.weight.dtype in (torch.float32, torch.float64):
         return FourCallNorm(source)
     return PlainNorm(source)

@@ -48,7 +48,7 @@ class Runner:
 
     def __init__(
         self, model: LoopLMForCausalLM, num_lanes: int, max_length: int, core: Pool, boundary: Pool,
-        policy: KVPolicy, deterministic: bool, capture: Capture | None = None,
+        policy: KVPolicy, deterministic: bool, capture: Capture | None = None, fast: bool = False,
     ) -> None:  # fmt: skip
         config = self.config = model.config
         self.core, self.boundary, self.policy = core, boundary, policy
@@ -67,7 +67,7 @@ class Runner:
         )
         self._nobody, self._first_layer, self._core_layers = num_lanes, config.prelude_layers, config.core_layers
         self._last_where: tuple[object, _Where] | None = None
-        self._capture, self._read = capture, list[int]()
+        self._capture, self._fast, self._read = capture, fast, list[int]()
         self.read_weights(model)
 
     def read_weights(self, model: LoopLMForCausalLM) -> None:
@@ -80,7 +80,7 @@ class Runner:
             raise ValueError(f"the model is {model.dtype} on '{model.device}' now; build a new Engine for it")
         if self._read == _addresses(model):
             return
-        self.backbone, self.head = for_decoding(model), Projection(model.lm_head.weight, model.lm_head.bias)
+        self.backbone, self.head = for_decoding(model, self._fast), Projection(model.lm_head.weight, model.lm_head.bias)
         self._read = _addresses(model)
         self.graphs = None if self._capture is None else StepGraphs(self._advance, self._idle, self._capture)
 

@@ -91,6 +91,14 @@ class PagedStore:
         number = layer if layer < self.first else layer - self.layers
         return self.boundary_places.exchange(self.boundary, number, new)
 
+    def place(self, layer: int) -> tuple[Tensor, Places]:
+        """The tokens [pages * PAGE, 2 G, H] of one layer's pool, and where the call's lie, unless loops share slots."""
+        core = self.first <= layer < self.first + self.layers
+        pool, places = (self.core, self.core_places) if core else (self.boundary, self.boundary_places)
+        assert places is not None
+        number = layer - self.first if core else layer if layer < self.first else layer - self.layers
+        return pool.tokens[number], places
+
     def _core(self, new: Tensor, layer: int) -> Tensor:
         pool, places = self.core, self.core_places
         assert places is not None
