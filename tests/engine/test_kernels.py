@@ -178,6 +178,8 @@ def test_an_engine_makes_the_same_tokens_compiled_or_not(build, apart):
 def test_compiled_loops_where_they_cannot_be_are_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"needs a float32 model on a CPU; this one is torch.float64 on 'cpu'"):
         Engine(ouro_like(), max_length=64, compiled=True)
+    with pytest.raises(ValueError, match="compiled=True does not go with deterministic=True"):
+        Engine(ouro_like(dtype=torch.float32), max_length=64, compiled=True, deterministic=True)
     monkeypatch.setitem(sys.modules, "numba", None)
     compiled.cache_clear()
     with pytest.raises(ValueError, match=r"compiled=True needs numba: pip install 'looplm\[cpu\]'"):

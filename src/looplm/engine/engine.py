@@ -42,7 +42,7 @@ class Engine:
         cuda_graphs: replays the core step as recorded graphs, one for each power of two of rows and of pages; needs a
             GPU. What it records is tested on CPU, the recording itself has not been run on a GPU yet.
         compiled: norms and single tokens' attention by compiled loops, for float32 models on a CPU; by default where
-            numba is installed (the `cpu` extra). They are compiled once, which takes some seconds.
+            numba is installed (the `cpu` extra), but not if deterministic. Compiling takes some seconds, once.
         seed: of requests that bring none.
     """
 
@@ -73,7 +73,7 @@ class Engine:
         self._model = model
         self.runner = Runner(
             model, lanes, max_length, memory.core, memory.boundary, policy, deterministic,
-            capture=cuda_graph if cuda_graphs else None, fast=_compiles(model, compiled),
+            capture=cuda_graph if cuda_graphs else None, fast=_compiles(model, compiled, deterministic),
         )  # fmt: skip
         self.intake = Intake(
             config=model.config, tokenizer=tokenizer, memory=memory, depth=depth, loops=loops,
@@ -198,9 +198,11 @@ def _check_sizes(model: LoopLMForCausalLM, **counts: int) -> None:
         )
 
 
-def _compiles(model: LoopLMForCausalLM, asked: bool | None) -> bool:
+def _compiles(model: LoopLMForCausalLM, asked: bool | None, deterministic: bool) -> bool:
     """Whether compiled loops are used: if asked for, or where they can be."""
     suits = model.dtype == torch.float32 and model.device.type == "cpu"
     if asked and not suits:
         raise ValueError(f"compiled=True needs a float32 model on a CPU; this one is {model.dtype} on '{model.device}'")
-    return suits and is_installed() if asked is None else asked
+    if asked and deterministic:
+        raise ValueError("compiled=True does not go with deterministic=True: which loop runs depends on the traffic")
+    return suits and is_installed() and not deterministic if asked is None else asked

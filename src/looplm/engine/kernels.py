@@ -25,6 +25,7 @@ from looplm.models.rotary import rotate_halves
 
 # So many rows a CPU multiplies faster as W x^T, by up to two: its product is tuned for wide results.
 BY_COLUMNS = range(10, 64)
+FEW_KEYS = 256  # of all rows together: with more, PyTorch's threads are faster than one compiled loop
 
 
 class Projection:
@@ -164,7 +165,7 @@ class PagedAttention:
 
 
 class CompiledAttention(PagedAttention):
-    """The same with rotation, pages and attention of single tokens in one compiled loop; prompts go the other way."""
+    """The same with rotation, pages and attention of few single tokens in one compiled loop, which has one thread."""
 
     def __init__(self, source: Attention) -> None:
         super().__init__(source)
@@ -172,7 +173,9 @@ class CompiledAttention(PagedAttention):
 
     def __call__(self, x: Tensor, layer: int, context: PagedContext) -> Tensor:
         """x [T, D] -> [T, D]."""
-        if context.blocks < x.shape[0] or context.pages.sharing is not None:
+        assert context.mask is not None
+        keys = context.blocks * context.mask.shape[-1]
+        if context.blocks < x.shape[0] or keys > FEW_KEYS or context.pages.sharing is not None:
             return super().__call__(x, layer, context)
         heads = self.qkv(x).contiguous().view(x.shape[0], -1, self.head_dim)
         out = torch.empty(x.shape[0], self.heads, self.head_dim)
