@@ -96,18 +96,18 @@ class CompiledNorm:
     """`RMSNorm` of a float32 model on a CPU as one compiled loop, a sum with it included."""
 
     def __init__(self, source: RMSNorm) -> None:
-        self.weight, self.eps, self.loops = source.weight.detach(), source.eps, compiled()
+        self.weight, self.eps, self.loops = source.weight.detach().numpy(), source.eps, compiled()
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, D], normed."""
         x, out = x.contiguous(), torch.empty(x.shape)
-        self.loops.normed(x.numpy(), self.weight.numpy(), self.eps, out.numpy())
+        self.loops.normed(x.numpy(), self.weight, self.eps, out.numpy())
         return out
 
     def onto(self, x: Tensor, y: Tensor, scale: float) -> Tensor:
         """x + scale * norm(y)."""
         x, y, out = x.contiguous(), y.contiguous(), torch.empty(x.shape)
-        self.loops.add_normed(x.numpy(), y.numpy(), self.weight.numpy(), self.eps, scale, out.numpy())
+        self.loops.add_normed(x.numpy(), y.numpy(), self.weight, self.eps, scale, out.numpy())
         return out
 
 
@@ -180,10 +180,9 @@ class CompiledAttention(PagedAttention):
         heads = self.qkv(x).contiguous().view(x.shape[0], -1, self.head_dim)
         out = torch.empty(x.shape[0], self.heads, self.head_dim)
         tokens, places = context.pages.place(layer)
-        cos, sin = context.rotary
+        (cos, sin, positions), (write, tables) = context.arrays, places.arrays
         self.loops.attend(
-            heads.numpy(), cos.numpy(), sin.numpy(), tokens.numpy(), places.write.numpy(),
-            places.tables.view(places.rows, -1).numpy(), context.position_ids.numpy(), PAGE, self.scaling, out.numpy(),
+            heads.numpy(), cos, sin, tokens.numpy(), write, tables, positions, PAGE, self.scaling, out.numpy()
         )  # fmt: skip
         return self.out(out.view(x.shape[0], -1))
 

@@ -5,7 +5,9 @@ Shapes: N blocks of S tokens, P pages a row, G key/value heads, H head width.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,6 +53,11 @@ class Places:
     write: Tensor
     rows: int
     blocks: int
+
+    @cached_property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """`write`, and `tables` [rows, P], for compiled loops."""
+        return self.write.numpy(), self.tables.view(self.rows, -1).numpy()
 
     def exchange(self, pool: Pool, layer: int, new: Tensor) -> Tensor:
         """Write the tokens' keys and values [N * S, 2 G, H], and read all of their rows' [N, P * PAGE, 2 G, H]."""
@@ -124,6 +131,12 @@ class PagedContext(LoopContext):
 
     pages: PagedStore
     blocks: int
+
+    @cached_property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Cosines, sines and positions, for compiled loops."""
+        cos, sin = self.rotary
+        return cos.numpy(), sin.numpy(), self.position_ids.numpy()
 
 
 def fold(pool: Pool, policy: KVPolicy, pages: Sequence[Sequence[int]]) -> list[int]:
