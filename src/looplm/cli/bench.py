@@ -9,6 +9,15 @@ import typer
 from looplm.cli.errors import one_line_errors
 from looplm.cli.tables import AsJson, print_measured
 
+# Arguments of several verbs.
+Checkpoint = Annotated[str, typer.Argument(help="A trained checkpoint or run folder.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")]
+Against = Annotated[str | None, typer.Option(help="file.py:factory, factory(folder)(prompts, n) -> tokens.")]
+Beginnings = Annotated[str | None, typer.Argument(help="Text whose beginnings are the prompts; Python's manual.")]
+HeldOutText = Annotated[
+    str | None, typer.Argument(help="Held-out text; what built-in recipes hold out of Python's manual by default.")
+]
+
 bench = typer.Typer(help="Measure, side by side in one run.", no_args_is_help=True)
 
 
@@ -19,7 +28,7 @@ def bench_head_loss(
     width: Annotated[int, typer.Option(min=1, help="Width D.")] = 512,
     vocab: Annotated[int, typer.Option(min=2, help="Vocabulary V.")] = 49152,
     loops: Annotated[int, typer.Option(min=1, help="Loops T.")] = 4,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 5,
+    repeats: Repeats = 5,
     as_json: AsJson = False,
 ) -> None:
     """Stage I's head loss: chunked against holding T full logit tensors."""
@@ -45,7 +54,7 @@ def bench_jsrr(
     vocab: Annotated[int, typer.Option(min=2, help="Vocabulary V.")] = 2048,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a row.")] = 128,
     rows: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 8,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 9,
+    repeats: Repeats = 9,
     as_json: AsJson = False,
 ) -> None:
     """The stability term: a training step under each of its forms, as a ratio to the plain step."""
@@ -75,7 +84,7 @@ def bench_train(
     vocab: Annotated[int, typer.Option(min=2, help="Vocabulary V.")] = 8192,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a row.")] = 256,
     rows: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 4,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 7,
+    repeats: Repeats = 7,
     as_json: AsJson = False,
 ) -> None:
     """Stage I training steps: ours, a hand-written looped model's, and an unlooped model's of equal FLOPs."""
@@ -124,8 +133,8 @@ def bench_engine(
         bool, typer.Option("--mixed/--same", help="Completions of a quarter to seven quarters of that, or all alike.")
     ] = False,
     min_readout: Annotated[int, typer.Option(min=1, help="Tokens that wait for the head together.")] = 1,
-    against: Annotated[str | None, typer.Option(help="file.py:factory, factory(folder)(prompts, n) -> tokens.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 3,
+    against: Against = None,
+    repeats: Repeats = 3,
     as_json: AsJson = False,
 ) -> None:
     """The engine at replayed depths, at fixed depth, transformers' generate, and any other callable."""
@@ -175,16 +184,16 @@ def _waits(row: dict[str, Any]) -> dict[str, Any]:
 @bench.command("speculate")
 @one_line_errors
 def bench_speculate(
-    checkpoint: Annotated[str, typer.Argument(help="A trained checkpoint or run folder.")],
-    text: Annotated[str | None, typer.Argument(help="Text whose beginnings are the prompts; Python's manual.")] = None,
+    checkpoint: Checkpoint,
+    text: Beginnings = None,
     prompts: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 4,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of each completion.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     deterministic: Annotated[bool, typer.Option(help="Calls of exactly 16 rows.")] = False,
     width: Annotated[int | None, typer.Option(min=1, help="Pad the model with zeros to this width: its cost.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="And to so many layers.")] = None,
-    against: Annotated[str | None, typer.Option(help="file.py:factory, factory(folder)(prompts, n) -> tokens.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 3,
+    against: Against = None,
+    repeats: Repeats = 3,
     as_json: AsJson = False,
 ) -> None:
     """Self-speculation against plain decoding of one request, and the ceiling of each way."""
@@ -204,10 +213,8 @@ def bench_speculate(
 @bench.command("policies")
 @one_line_errors
 def bench_policies(
-    checkpoint: Annotated[str, typer.Argument(help="A trained checkpoint or run folder.")],
-    text: Annotated[
-        str | None, typer.Argument(help="Held-out text; what built-in recipes hold out of Python's manual by default.")
-    ] = None,
+    checkpoint: Checkpoint,
+    text: HeldOutText = None,
     questions: Annotated[bool, typer.Option(help="Accuracy on the demo's held-out questions, not loss.")] = False,
     policy: Annotated[list[str] | None, typer.Option(help="exit_cdf, margin, ...; may be given again.")] = None,
     points: Annotated[int, typer.Option(min=1, help="Thresholds of each policy.")] = 4,
@@ -216,7 +223,7 @@ def bench_policies(
     rows: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 16,
     text_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text to judge by.")] = 4096,
     plot: Annotated[Path | None, typer.Option(help="Where to draw it: a file .svg, .png or .pdf.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 3,
+    repeats: Repeats = 3,
     as_json: AsJson = False,
 ) -> None:
     """Depth policies on a trained model: loss or accuracy against mean loops and the engine's tokens a second."""
@@ -247,7 +254,7 @@ def bench_policies(
 @one_line_errors
 def bench_parallel(
     checkpoint: Annotated[str, typer.Argument(help="A trained checkpoint or run folder, of a model with injection.")],
-    text: Annotated[str | None, typer.Argument(help="Text whose beginnings are the prompts; Python's manual.")] = None,
+    text: Beginnings = None,
     inner_loops: Annotated[str, typer.Option(help="Loops between two readings, to try in turn.")] = "1,2,4",
     thresholds: Annotated[str, typer.Option(help="Changes below which a position freezes, to try.")] = "0,0.03,0.1",
     wavefront: Annotated[int, typer.Option(min=1, help="Open positions at most.")] = 128,
@@ -255,7 +262,7 @@ def bench_parallel(
     noise: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of start noise mixed in.")] = 0.0,
     prompts: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 4,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of each completion.")] = 96,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 3,
+    repeats: Repeats = 3,
     as_json: AsJson = False,
 ) -> None:
     """The parallel sampler (lossy) against plain decoding of one text, with the tokens that it changes."""
@@ -270,15 +277,13 @@ def bench_parallel(
 @bench.command("int8")
 @one_line_errors
 def bench_int8(
-    checkpoint: Annotated[str, typer.Argument(help="A trained checkpoint or run folder.")],
-    text: Annotated[
-        str | None, typer.Argument(help="Held-out text; what built-in recipes hold out of Python's manual by default.")
-    ] = None,
+    checkpoint: Checkpoint,
+    text: HeldOutText = None,
     loops: Annotated[int | None, typer.Option(min=1, help="Last loop to read at; twice the model's own.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each timed completion.")] = 64,
     rows: Annotated[int, typer.Option(min=1, help="Requests at once, besides one alone.")] = 8,
     text_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text to judge by.")] = 16384,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 5,
+    repeats: Repeats = 5,
     as_json: AsJson = False,
 ) -> None:
     """Int8 weights against float32: loss and choices by loops, bytes of the core, the engine's tokens a second."""

@@ -41,9 +41,6 @@ class StepGraphs:
         self.advance, self.idle, self.capture = advance, idle, capture
         self._recorded: dict[tuple[int, int, int], tuple[CoreCall, Replay]] = {}
 
-    def __len__(self) -> int:
-        return len(self._recorded)
-
     def step(self, call: CoreCall) -> None:
         """What `advance` does."""
         shape = (len(call.lanes), call.places.rows, len(call.places.tables))

@@ -93,31 +93,36 @@ class PagedStore:
     def exchange(self, new: Tensor, layer: int) -> Tensor:
         """Keys, then values [N * S, 2 G, H] of one layer -> those of all tokens of their rows [N, P * PAGE, 2 G, H]."""
         if self.first <= layer < self.first + self.layers:
-            return self._core(new, layer - self.first)
-        assert self.boundary_places is not None
-        number = layer if layer < self.first else layer - self.layers
-        return self.boundary_places.exchange(self.boundary, number, new)
+            return self._core(new, layer)
+        pool, number, places = self._at(layer)
+        return places.exchange(pool, number, new)
 
     def place(self, layer: int) -> tuple[Tensor, Places]:
         """The tokens [pages * PAGE, 2 G, H] of one layer's pool, and where the call's lie, unless loops share slots."""
-        core = self.first <= layer < self.first + self.layers
-        pool, places = (self.core, self.core_places) if core else (self.boundary, self.boundary_places)
-        assert places is not None
-        number = layer - self.first if core else layer if layer < self.first else layer - self.layers
+        pool, number, places = self._at(layer)
         return pool.tokens[number], places
 
-    def _core(self, new: Tensor, layer: int) -> Tensor:
-        pool, places = self.core, self.core_places
+    def _at(self, layer: int) -> tuple[Pool, int, Places]:
+        """The pool that keeps a layer, the layer's number in it, and where the call's tokens lie."""
+        if self.first <= layer < self.first + self.layers:
+            pool, number, places = self.core, layer - self.first, self.core_places
+        else:
+            pool, places = self.boundary, self.boundary_places
+            number = layer if layer < self.first else layer - self.layers
         assert places is not None
+        return pool, number, places
+
+    def _core(self, new: Tensor, layer: int) -> Tensor:
+        pool, number, places = self._at(layer)
         if self.sharing is None:
-            return places.exchange(pool, layer, new)
+            return places.exchange(pool, number, new)
         assert self.loop is not None
         assert self.own is not None
-        flat = pool.tokens[layer]
+        flat = pool.tokens[number]
         held, weight = flat[places.write], self.loop.to(new.dtype).reciprocal()[:, None, None]
         first = self.sharing.keeps == "first"
         flat[places.write] = torch.where(weight == 1, new, held if first else torch.lerp(held, new, weight))
-        seen = places.read(pool, layer)  # decoding has a row for each token, so nothing here is shared
+        seen = places.read(pool, number)  # decoding has a row for each token, so nothing here is shared
         seen[torch.arange(len(new), device=new.device), self.own] = new  # a token sees itself as it is
         return seen
 
