@@ -17,6 +17,7 @@ from looplm.studies.bench_engine import (
     needed_flops,
     streaming_limit,
 )
+from looplm.studies.timing import Clock, seconds_by_turns
 
 TINY = EngineProblem(width=64, layers=2, loops=3, vocab=97, rows=2, requests=5, prompt=6, tokens=8, mixed=True)
 SIZES = ["--width", "64", "--layers", "1", "--loops", "2", "--vocab", "32", "--rows", "2", "--requests", "3"]
@@ -53,7 +54,7 @@ def test_the_engine_makes_what_was_asked_for_at_the_depths_replayed():
     for name, depths in (("fixed depth", TINY.full_depths()), ("replayed depths", TINY.depths())):
         engine = ways[name].work.args[1]
         tokens, loops = engine.stats.tokens, engine.stats.loops
-        waits = ways[name].work()
+        *_, waits = ways[name].work(_running())
         assert engine.stats.tokens - tokens == sum(TINY.lengths())
         assert engine.stats.loops - loops == sum(map(sum, depths))
         assert len(waits.first) == len(waits.request) == TINY.requests
@@ -68,7 +69,7 @@ def test_batches_run_to_their_longest_completion_and_wait_for_it():
         asked.append((prompts, tokens))
         return [[0] * tokens for _ in prompts]
 
-    waits = _in_batches(TINY, generate, TINY.rows)
+    *_, waits = _in_batches(TINY, generate, TINY.rows, _running())
     prompts, lengths = TINY.prompts(), TINY.lengths()
     assert [batch for batch, _ in asked] == [prompts[0:2], prompts[2:4], prompts[4:5]]
     assert [tokens for _, tokens in asked] == [max(lengths[0:2]), max(lengths[2:4]), lengths[4]]
@@ -77,7 +78,32 @@ def test_batches_run_to_their_longest_completion_and_wait_for_it():
     assert len(set(waits.request)) == 3
     assert waits.between == []
     with pytest.raises(ValueError, match=r"the other way made \[1, 1\] tokens, not"):
-        _in_batches(TINY, lambda prompts, tokens: [[0]] * len(prompts), TINY.rows)
+        next(_in_batches(TINY, lambda prompts, tokens: [[0]] * len(prompts), TINY.rows, _running()))
+
+
+def test_ways_take_turns_and_each_ones_clock_stands_still_for_the_others(monkeypatch):
+    now, order = [0.0], []
+    monkeypatch.setattr("looplm.studies.timing.time.perf_counter", lambda: now[0])
+
+    def way(name, pieces):
+        def run(clock):
+            for piece in pieces:
+                now[0] += piece
+                order.append((name, clock.seconds))
+                yield
+
+        return run
+
+    found = seconds_by_turns({"a": way("a", [1, 2]), "b": way("b", [10, 20, 30])}, repeats=1)
+    assert found == {"a": [3.0], "b": [60.0]}
+    assert order[:5] == [("a", 1.0), ("b", 10.0), ("a", 3.0), ("b", 30.0), ("b", 60.0)]
+    assert len(order) == 10  # the round that warms up is not counted
+
+
+def _running():
+    clock = Clock()
+    clock.begin()
+    return clock
 
 
 def test_rows_say_the_same_thing_in_several_ways():

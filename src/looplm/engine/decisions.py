@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -40,14 +41,18 @@ class Decisions:
         self, policy: DepthPolicy, lanes: list[Lane], batch: Callable[[Sequence[Lane]], LaneBatch]
     ) -> list[bool]:  # fmt: skip
         runner = self.runner
-        numbers = torch.tensor([lane.number for lane in lanes], device=runner.device)
-        loops = torch.tensor([lane.loop for lane in lanes], device=runner.device)
+        asked = np.array([(lane.number, lane.loop) for lane in lanes])
+        numbers, loops = torch.from_numpy(asked).to(runner.device).unbind(1)
         width = policy.memory(runner.config, self.loops)
-        self._memory = F.pad(self._memory, (0, max(0, width - self._memory.shape[1])))
-        own = torch.where((loops == 1)[:, None], 0.0, self._memory[numbers, :width])
+        if width > self._memory.shape[1]:
+            self._memory = F.pad(self._memory, (0, width - self._memory.shape[1]))
+        own = self._memory.index_select(0, numbers)[:, :width]
+        new = [place for place, lane in enumerate(lanes) if lane.loop == 1]
+        if new:  # what the lane's token before it left there
+            own[new] = 0
         seen = Seen(
-            loop=loops, before=runner.before[numbers], after=runner.state[numbers],
-            gate=runner.gate(batch(lanes)) if policy.needs_gate else None, read=lambda: runner.read(batch(lanes)),
+            loop=loops, before=runner.before.index_select(0, numbers), after=runner.state.index_select(0, numbers),
+            gate=runner.gate(asked[:, 0]) if policy.needs_gate else None, read=lambda: runner.read(batch(lanes)),
             head=runner.head.weight, config=runner.config, loops=self.loops,
         )  # fmt: skip
         leave, own = policy.decide(seen, own)

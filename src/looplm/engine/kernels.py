@@ -25,6 +25,7 @@ from looplm.models.rotary import rotate_halves
 
 # So many rows a CPU multiplies faster as W x^T, by up to two: its product is tuned for wide results.
 BY_COLUMNS = range(10, 64)
+_WIDE = (torch.float32, torch.float64)
 FEW_KEYS = 256  # of all rows together: with more, PyTorch's threads are faster than one compiled loop
 
 
@@ -200,6 +201,17 @@ class OneProductSwiGLU:
         return self.down(F.silu(gate).mul_(up))
 
 
+class PlainGate:
+    """The exit gate of a float32 or float64 model without the care that half precision takes."""
+
+    def __init__(self, source: nn.Linear) -> None:
+        self.weight, self.bias = source.weight.detach()[0], source.bias.detach()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, D] -> [T, 1]."""
+        return torch.addmv(self.bias, x, self.weight)[:, None]
+
+
 class DecodingBlock(nn.Module):
     """A `Block` on flat tokens and paged keys and values; it holds no parameter of its own."""
 
@@ -242,6 +254,9 @@ def for_decoding(model: LoopLMForCausalLM, fast: bool = False) -> LoopLMModel:
             setattr(backbone, name, part)
     for name in ("prelude", "core", "coda"):
         setattr(backbone, name, nn.ModuleList(DecodingBlock(block, fast) for block in getattr(source, name)))
+    if source.exit_gate is not None and source.exit_gate.weight.dtype in _WIDE:
+        del backbone.exit_gate
+        backbone.exit_gate = PlainGate(source.exit_gate)  # ty: ignore[invalid-assignment]
     del backbone.norm
     backbone.norm = decoding_norm(source.norm, fast)  # ty: ignore[invalid-assignment]
     backbone.dropout.eval()
@@ -254,7 +269,7 @@ def decoding_norm(source: nn.Module, fast: bool = False) -> Norm:
     """The norm in as few calls as rounding allows: below float32, its own order of rounding is the model's."""
     if fast and isinstance(source, RMSNorm):
         return CompiledNorm(source)
-    if isinstance(source, RMSNorm) and source.weight.dtype in (torch.float32, torch.float64):
+    if isinstance(source, RMSNorm) and source.weight.dtype in _WIDE:
         return FourCallNorm(source)
     return PlainNorm(source)
 

@@ -95,6 +95,9 @@ class DepthPolicy:
 
     def decide(self, seen: Seen, memory: Tensor) -> Decision:
         """Which tokens leave [R], and the memory [R, M] for the next loop."""
+        if self.every == 1:
+            leave, after = self.check(seen, memory)
+            return leave if self.min_loops == 1 else leave & (seen.loop >= self.min_loops), after
         checked = seen.loop % self.every == 0
         if not (self.sees_all or bool(checked.any())):
             return checked, memory
@@ -156,9 +159,9 @@ class ExitCDF(DepthPolicy):
         """By `exit_loops` itself, on the logits so far; a logit of 0 further on has no say in it."""
         assert seen.gate is not None
         gates = memory.scatter(1, seen.loop[:, None] - 1, seen.gate[:, None].to(memory.dtype))
-        ahead = F.pad(gates, (0, 1))  # the last loop's own logit counts here: the engine stops there anyway
         if self.q >= 1:
             return torch.zeros_like(seen.loop, dtype=torch.bool), gates
+        ahead = F.pad(gates, (0, 1))  # the last loop's own logit counts here: the engine stops there anyway
         unseen = torch.arange(ahead.shape[1], device=ahead.device) >= seen.loop[:, None]
         return exit_loops(ahead.masked_fill(unseen, -math.inf), self.q) <= seen.loop, gates
 

@@ -137,12 +137,14 @@ class Runner:
         logits = torch.cat([self.head(hidden) for hidden in found])
         return torch.cat(found)[: len(batch)], logits[: len(batch)]
 
-    def gate(self, batch: LaneBatch) -> Tensor:
+    def gate(self, lanes: np.ndarray) -> Tensor:
         """Exit logits [N] of the lanes' states."""
-        found = [
-            self.backbone.gate(self.state.index_select(0, self._tensor(part.lanes))) for part, _ in self._parts(batch)
-        ]
-        return torch.cat(found)[: len(batch)]
+        count = len(lanes)
+        if self.deterministic:
+            lanes = np.pad(lanes, (0, -count % ROWS), constant_values=self._nobody)
+        states = self.state.index_select(0, self._tensor(lanes))
+        found = [self.backbone.gate(part) for part in states.split(ROWS if self.deterministic else len(lanes))]
+        return torch.cat(found)[:count]
 
     def finite(self, lanes: np.ndarray) -> list[bool]:
         """Which lanes' states are numbers [N]."""

@@ -4,7 +4,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,7 +16,7 @@ from looplm.engine import DepthPolicy, Engine, ExitCDF, FixedLoops, SamplingPara
 from looplm.models import LoopLMConfig, LoopLMForCausalLM
 from looplm.models.accounting import flops_per_token
 from looplm.studies.against import Generate, given_to
-from looplm.studies.timing import seconds_in_turn
+from looplm.studies.timing import Clock, seconds_by_turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,13 +124,15 @@ class _Waits:
 
 @dataclass
 class _Way:
-    work: Callable[[], _Waits]
+    work: Callable[[Clock], Iterator[_Waits]]
     depths: list[list[int]]
     rows: int
     rounds: list[_Waits] = field(default_factory=list)  # the one that warms up included
 
-    def run(self) -> None:
-        self.rounds.append(self.work())
+    def run(self, clock: Clock) -> Iterator[None]:
+        for waits in self.work(clock):
+            yield
+        self.rounds.append(waits)
 
     def waits(self, of: Callable[[_Waits], list[float]]) -> list[float]:
         return [seconds for timed in self.rounds[1:] for seconds in of(timed)]
@@ -145,10 +147,11 @@ class _Limits:
 
 
 def measure_engine(problem: EngineProblem, repeats: int, against: str | None = None) -> list[EngineRow]:
-    """All ways in turn, `repeats` times after a warm-up; `against` names another one, as in `load_callable`.
+    """All ways, `repeats` times after a warm-up; `against` names another one, as in `load_callable`.
 
-    The engine refills; transformers and the other way run every batch to its longest completion, of which only the
-    tokens asked for count.
+    They take turns tick by tick, or batch by batch, each on a clock of its own, so that a machine whose speed swings
+    swings for all of them. The engine refills; transformers and the other way run every batch to its longest
+    completion, of which only the tokens asked for count.
     """
     model = problem.model()
     with given_to(against, model) as other:
@@ -159,7 +162,7 @@ def _measure(
     problem: EngineProblem, repeats: int, model: LoopLMForCausalLM, against: Generate | None
 ) -> list[EngineRow]:  # fmt: skip
     ways = _ways(problem, model, against)
-    seconds = seconds_in_turn({name: way.run for name, way in ways.items()}, repeats)
+    seconds = seconds_by_turns({name: way.run for name, way in ways.items()}, repeats)
     medians = {name: statistics.median(seconds[name]) for name in ways}
     limits = _Limits(bytes_per_second=streaming_limit(model), flops_per_second=flop_rate(model, problem.rows))
     return [_row(problem, model, name, ways, medians, limits) for name in ways]
@@ -212,13 +215,17 @@ def _fastest(weights: Sequence[Tensor], rows: int, rounds: int = 5) -> float:
 
 def _ways(problem: EngineProblem, model: LoopLMForCausalLM, against: Generate | None) -> dict[str, _Way]:
     longest = max(map(len, problem.prompts())) + max(problem.lengths())
-    engine = Engine(model, max_rows=problem.rows, max_length=longest, min_readout=problem.min_readout)
     rows, full, drawn = problem.rows, problem.full_depths(), problem.depths()
     fixed, nothing = FixedLoops(problem.loops), [()] * problem.requests
+
+    def engine(depth: DepthPolicy, replay: Sequence[Sequence[int]]) -> Callable[[Clock], Iterator[_Waits]]:
+        own = Engine(model, max_rows=problem.rows, max_length=longest, min_readout=problem.min_readout)
+        return partial(_run, problem, own, depth, replay)
+
     ways = {
-        "fixed depth": _Way(partial(_run, problem, engine, fixed, nothing), full, rows),
-        "gate asked, never leaving": _Way(partial(_run, problem, engine, ExitCDF(1.0), nothing), full, rows),
-        "replayed depths": _Way(partial(_run, problem, engine, fixed, drawn), drawn, rows),
+        "fixed depth": _Way(engine(fixed, nothing), full, rows),
+        "gate asked, never leaving": _Way(engine(ExitCDF(1.0), nothing), full, rows),
+        "replayed depths": _Way(engine(fixed, drawn), drawn, rows),
         "transformers generate": _Way(partial(_in_batches, problem, partial(_transformers, model), rows), full, rows),
     }
     if against is not None:
@@ -229,39 +236,40 @@ def _ways(problem: EngineProblem, model: LoopLMForCausalLM, against: Generate | 
 
 
 def _run(
-    problem: EngineProblem, engine: Engine, depth: DepthPolicy, replay: Sequence[Sequence[int]]
-) -> _Waits:  # fmt: skip
+    problem: EngineProblem, engine: Engine, depth: DepthPolicy, replay: Sequence[Sequence[int]], clock: Clock
+) -> Iterator[_Waits]:  # fmt: skip
+    """A tick at a time."""
     engine.forget_prefixes()
-    waits, began, last = _Waits(), time.perf_counter(), dict[int, float]()
+    waits, last = _Waits(), dict[int, float]()
     for prompt, length, loops in zip(problem.prompts(), problem.lengths(), replay, strict=True):
         engine.submit(prompt, SamplingParams(max_tokens=length, ignore_eos=True), depth=depth, replay=loops)
     while engine.busy:
         events = engine.tick()
-        now = time.perf_counter()
+        now = clock.seconds
         for event in events:
             if event.completion is not None:
                 assert event.completion.error is None, event.completion.error
-                waits.request.append(now - began)
+                waits.request.append(now)
             elif event.number in last:
                 waits.between.append(now - last[event.number])
             else:
-                waits.first.append(now - began)
+                waits.first.append(now)
             last[event.number] = now
-    return waits
+        yield waits
 
 
-def _in_batches(problem: EngineProblem, generate: Generate, rows: int) -> _Waits:
+def _in_batches(problem: EngineProblem, generate: Generate, rows: int, clock: Clock) -> Iterator[_Waits]:
     """Batches of `rows` requests in order, one after the other, each to its longest completion."""
     prompts, lengths = problem.prompts(), problem.lengths()
-    waits, began = _Waits(), time.perf_counter()
+    waits = _Waits()
     for first in range(0, problem.requests, rows):
         batch, longest = prompts[first : first + rows], max(lengths[first : first + rows])
         made = generate(batch, longest)
         if [len(tokens) for tokens in made] != [longest] * len(batch):
             raise ValueError(f"the other way made {[len(tokens) for tokens in made]} tokens, not {longest} each")
-        waits.request += [time.perf_counter() - began] * len(batch)
+        waits.request += [clock.seconds] * len(batch)
+        yield waits
     waits.first = waits.request
-    return waits
 
 
 @torch.no_grad()
