@@ -11,6 +11,7 @@ from looplm.studies.bench_engine import (
     EngineProblem,
     Percentiles,
     _in_batches,
+    _Waits,
     _ways,
     flop_rate,
     measure_engine,
@@ -54,7 +55,8 @@ def test_the_engine_makes_what_was_asked_for_at_the_depths_replayed():
     for name, depths in (("fixed depth", TINY.full_depths()), ("replayed depths", TINY.depths())):
         engine = ways[name].work.args[1]
         tokens, loops = engine.stats.tokens, engine.stats.loops
-        *_, waits = ways[name].work(_running())
+        waits = _Waits()
+        list(ways[name].work(waits, _running()))
         assert engine.stats.tokens - tokens == sum(TINY.lengths())
         assert engine.stats.loops - loops == sum(map(sum, depths))
         assert len(waits.first) == len(waits.request) == TINY.requests
@@ -69,7 +71,8 @@ def test_batches_run_to_their_longest_completion_and_wait_for_it():
         asked.append((prompts, tokens))
         return [[0] * tokens for _ in prompts]
 
-    *_, waits = _in_batches(TINY, generate, TINY.rows, _running())
+    waits = _Waits()
+    list(_in_batches(TINY, generate, TINY.rows, waits, _running()))
     prompts, lengths = TINY.prompts(), TINY.lengths()
     assert [batch for batch, _ in asked] == [prompts[0:2], prompts[2:4], prompts[4:5]]
     assert [tokens for _, tokens in asked] == [max(lengths[0:2]), max(lengths[2:4]), lengths[4]]
@@ -78,7 +81,7 @@ def test_batches_run_to_their_longest_completion_and_wait_for_it():
     assert len(set(waits.request)) == 3
     assert waits.between == []
     with pytest.raises(ValueError, match=r"the other way made \[1, 1\] tokens, not"):
-        next(_in_batches(TINY, lambda prompts, tokens: [[0]] * len(prompts), TINY.rows, _running()))
+        next(_in_batches(TINY, lambda prompts, tokens: [[0]] * len(prompts), TINY.rows, _Waits(), _running()))
 
 
 def test_ways_take_turns_and_each_ones_clock_stands_still_for_the_others(monkeypatch):

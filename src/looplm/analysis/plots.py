@@ -89,6 +89,33 @@ def against_speed(
     return figure
 
 
+def curves(
+    lines: Mapping[str, Sequence[Sequence[tuple[float, float]]]], xlabel: str, ylabel: str, log_x: bool = False,
+    log_y: bool = False,
+) -> Figure:  # fmt: skip
+    """One line a name: the mean over its seeds' points (x, y), all at the same x, in a band from lowest to highest.
+
+    The legend stands beside the axes where there are more than four lines; past the colours they are dashed.
+    """
+    figure, axes = _figure(xlabel, ylabel)
+    for number, (name, seeds) in enumerate(lines.items()):
+        xs = [x for x, _ in seeds[0]]
+        columns = list(zip(*([y for _, y in points] for points in seeds), strict=True))
+        colour, style = COLOURS[number % len(COLOURS)], "o-" if number < len(COLOURS) else "^--"
+        axes.plot(xs, [sum(ys) / len(ys) for ys in columns], style, color=colour, label=name, markersize=3.5)
+        axes.fill_between(xs, [min(ys) for ys in columns], [max(ys) for ys in columns], color=colour, alpha=0.18, lw=0)
+    if log_x:
+        axes.set_xscale("log")
+    if log_y:
+        axes.set_yscale("log")
+    if len(lines) > 4:
+        figure.set_size_inches(*_WIDE)
+        figure.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize=9, loc="outside right upper")
+    elif len(lines) > 1:
+        axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
 def as_svg(figure: Figure) -> str:
     """The figure as an SVG element that scales to its container."""
     buffer = StringIO()

@@ -23,7 +23,7 @@ app = typer.Typer(
     add_completion=False,
 )  # fmt: skip
 app.add_typer(bench, name="bench")
-app.add_typer(study, name="study")
+app.command()(study)
 
 USAGE_ERROR = typer.BadParameter.__mro__[1]  # click's own, which typer exports under this name alone
 

@@ -1,4 +1,4 @@
-"""`looplm study NAME`: the papers' experiments in small, run, resumed and recorded."""
+"""`looplm study NAME`: the papers' experiments, run, resumed and recorded."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -8,32 +8,47 @@ from rich.console import Console
 
 from looplm.cli.errors import INTERRUPTED, one_line_errors
 
-study = typer.Typer(help="Run a study, or resume it, and write its results.", no_args_is_help=True)
+_ALL, _PIPELINE = "all", "ouro-tiny"
 
 
-@study.command("exit-prior")
 @one_line_errors
-def exit_prior(
-    out: Annotated[Path, typer.Option(help="Folder of the runs and results.")] = Path("runs/study/exit_prior"),
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each variant.")] = 3,
-    scale: Annotated[Literal["cpu", "smoke"], typer.Option(help="How large.")] = "cpu",
+def study(
+    name: Annotated[
+        str, typer.Argument(help="A study, 'ouro-tiny' (Ouro's pipeline), or 'all'; without it, a list.")
+    ] = "",
+    scale: Annotated[Literal["paper", "cpu", "smoke"], typer.Option(help="How large.")] = "cpu",
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each cell; grids take one.")] = 3,
+    out: Annotated[Path, typer.Option(help="Folder of the runs and results, one a study and scale.")] = Path(
+        "runs/study"
+    ),
     processes: Annotated[int, typer.Option(min=1, help="Runs at a time, one thread each.")] = 2,
 ) -> None:
-    """Uniform against geometric priors over exits, and exits without the entropy term."""
-    from looplm.studies.exit_prior import run_exit_prior
+    """Run a study, or resume it, and write its numbers, figures and page under OUT."""
+    from looplm.studies.catalogue import STUDIES
+    from looplm.studies.conduct import conduct
 
-    run_exit_prior(out, seeds, scale, processes, Console())
-    typer.echo(f"results: {out / 'exit_prior.json'}")
+    console = Console()
+    if not name:
+        for known in STUDIES.values():
+            console.print(f"{known.name}: {known.title}", highlight=False, soft_wrap=True)
+        console.print(f"{_PIPELINE}: Ouro's whole pipeline in miniature, in seven stages", highlight=False)
+        return
+    if name not in (*STUDIES, _PIPELINE, _ALL):
+        raise ValueError(f"no study '{name}'; choose one of {', '.join((*STUDIES, _PIPELINE, _ALL))}")
+    for chosen in (*STUDIES, _PIPELINE) if name == _ALL else (name,):
+        folder = out / chosen / scale
+        if chosen == _PIPELINE:
+            _pipeline(folder, scale, console)
+        else:
+            conduct(STUDIES[chosen], folder, scale, seeds, processes, console)
 
 
-@study.command("ouro-tiny")
-@one_line_errors
-def ouro_tiny(
-    out: Annotated[Path, typer.Option(help="Folder of the stages and the report.")] = Path("runs/ouro_tiny"),
-    scale: Annotated[Literal["cpu", "smoke"], typer.Option(help="How large.")] = "cpu",
-) -> None:
-    """Ouro's whole pipeline in miniature on real text: seven stages in under half an hour of CPU time."""
+def _pipeline(folder: Path, scale: str, console: Console) -> None:
     from looplm.studies.ouro_tiny import run_ouro_tiny
 
-    if not run_ouro_tiny(out, scale == "smoke", Console()):
+    if scale == "paper":
+        raise ValueError(
+            "ouro-tiny is the pipeline in miniature; at the paper's scale run the recipes ouro_1a to ouro_sft"
+        )
+    if not run_ouro_tiny(folder, scale == "smoke", console):
         raise typer.Exit(INTERRUPTED)

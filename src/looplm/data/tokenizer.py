@@ -57,6 +57,17 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, words: Iterable[s
     )  # fmt: skip
 
 
+def word_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are an end of text and `words`, for models that only ever see these."""
+    tokenizer = Tokenizer(models.WordLevel({END_OF_TEXT: 0}))
+    tokenizer.add_tokens([AddedToken(word, normalized=False, special=False) for word in words])
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT, pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
     """The tokenizer beside a checkpoint, from its own files alone: the model's config is not asked, nor any code run.
 
@@ -75,7 +86,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], plain: bool
     read; a task's words stay single tokens, since they are not special.
 
     Raises:
-        ValueError: for text with half a character.
+        ValueError: for text with half a character, or beyond the words of a `word_tokenizer`.
     """
     if not texts:
         return []
@@ -85,6 +96,10 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], plain: bool
         for text in texts:
             _check_characters(text, error)
         raise
+    except Exception as error:
+        if "[UNK]" not in str(error):  # tokenizers has no type for a word that a vocabulary of words lacks
+            raise
+        raise ValueError("the text holds more than the words that this model's tokenizer consists of") from error
 
 
 def _check_characters(text: str, cause: Exception) -> None:

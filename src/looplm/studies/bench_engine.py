@@ -124,14 +124,14 @@ class _Waits:
 
 @dataclass
 class _Way:
-    work: Callable[[Clock], Iterator[_Waits]]
+    work: Callable[[_Waits, Clock], Iterator[None]]
     depths: list[list[int]]
     rows: int
     rounds: list[_Waits] = field(default_factory=list)  # the one that warms up included
 
     def run(self, clock: Clock) -> Iterator[None]:
-        for waits in self.work(clock):
-            yield
+        waits = _Waits()
+        yield from self.work(waits, clock)
         self.rounds.append(waits)
 
     def waits(self, of: Callable[[_Waits], list[float]]) -> list[float]:
@@ -218,7 +218,7 @@ def _ways(problem: EngineProblem, model: LoopLMForCausalLM, against: Generate | 
     rows, full, drawn = problem.rows, problem.full_depths(), problem.depths()
     fixed, nothing = FixedLoops(problem.loops), [()] * problem.requests
 
-    def engine(depth: DepthPolicy, replay: Sequence[Sequence[int]]) -> Callable[[Clock], Iterator[_Waits]]:
+    def engine(depth: DepthPolicy, replay: Sequence[Sequence[int]]) -> Callable[[_Waits, Clock], Iterator[None]]:
         own = Engine(model, max_rows=problem.rows, max_length=longest, min_readout=problem.min_readout)
         return partial(_run, problem, own, depth, replay)
 
@@ -236,11 +236,12 @@ def _ways(problem: EngineProblem, model: LoopLMForCausalLM, against: Generate | 
 
 
 def _run(
-    problem: EngineProblem, engine: Engine, depth: DepthPolicy, replay: Sequence[Sequence[int]], clock: Clock
-) -> Iterator[_Waits]:  # fmt: skip
+    problem: EngineProblem, engine: Engine, depth: DepthPolicy, replay: Sequence[Sequence[int]],
+    waits: _Waits, clock: Clock,
+) -> Iterator[None]:  # fmt: skip
     """A tick at a time."""
     engine.forget_prefixes()
-    waits, last = _Waits(), dict[int, float]()
+    last = dict[int, float]()
     for prompt, length, loops in zip(problem.prompts(), problem.lengths(), replay, strict=True):
         engine.submit(prompt, SamplingParams(max_tokens=length, ignore_eos=True), depth=depth, replay=loops)
     while engine.busy:
@@ -255,20 +256,19 @@ def _run(
             else:
                 waits.first.append(now)
             last[event.number] = now
-        yield waits
+        yield
 
 
-def _in_batches(problem: EngineProblem, generate: Generate, rows: int, clock: Clock) -> Iterator[_Waits]:
+def _in_batches(problem: EngineProblem, generate: Generate, rows: int, waits: _Waits, clock: Clock) -> Iterator[None]:
     """Batches of `rows` requests in order, one after the other, each to its longest completion."""
     prompts, lengths = problem.prompts(), problem.lengths()
-    waits = _Waits()
     for first in range(0, problem.requests, rows):
         batch, longest = prompts[first : first + rows], max(lengths[first : first + rows])
         made = generate(batch, longest)
         if [len(tokens) for tokens in made] != [longest] * len(batch):
             raise ValueError(f"the other way made {[len(tokens) for tokens in made]} tokens, not {longest} each")
         waits.request += [clock.seconds] * len(batch)
-        yield waits
+        yield
     waits.first = waits.request
 
 

@@ -3,7 +3,8 @@
 from looplm.tasks.addition import Addition
 from looplm.tasks.compose import Compose
 from looplm.tasks.example import Example
+from looplm.tasks.mano import Mano
 
-__all__ = ["Addition", "Compose", "Example", "Task"]
+__all__ = ["Addition", "Compose", "Example", "Mano", "Task"]
 
-Task = Compose | Addition
+Task = Compose | Addition | Mano

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from looplm.tasks import Addition, Compose
+from looplm.tasks import Compose, Task
 
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -68,7 +68,7 @@ class TaskSource(_Source):
     """Fresh questions of a task in every row; the loss is on the answers only."""
 
     kind: Literal["task"] = "task"
-    task: Annotated[Compose | Addition, Field(discriminator="kind")] = field(default_factory=Compose)
+    task: Annotated[Task, Field(discriminator="kind")] = field(default_factory=Compose)
     held_out_questions: PositiveInt = 512
 
 

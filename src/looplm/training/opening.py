@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from looplm.data.text import read_documents
-from looplm.data.tokenizer import CHAT_TOKENS, load_tokenizer, train_tokenizer
+from looplm.data.tokenizer import CHAT_TOKENS, load_tokenizer, train_tokenizer, word_tokenizer
 from looplm.models import LoopLMConfig, LoopLMForCausalLM, load
 from looplm.models.convert.duplicate import duplicate_core
 from looplm.models.reading import find_folder
@@ -131,14 +131,16 @@ def _tokenizer_at(place: str) -> PreTrainedTokenizerFast:
 
 
 def _new_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
+    sources = recipe.data.sources.values()
+    task_words = [word for source in sources if isinstance(source, TaskSource) for word in source.task.words()]
+    if all(isinstance(source, TaskSource) for source in sources):
+        return word_tokenizer(dict.fromkeys(task_words))
     documents: list[str] = []
-    words = [*CHAT_TOKENS]  # so that any model can go on to conversations
-    for source in recipe.data.sources.values():
+    for source in sources:
         if isinstance(source, TextSource):
             documents += read_documents(source.path, source.field)
-        elif isinstance(source, TaskSource):
-            words += source.task.words()
-    return train_tokenizer(documents, recipe.vocab_size, words)
+    # With a chat's marks any model can go on to conversations.
+    return train_tokenizer(documents, recipe.vocab_size, [*CHAT_TOKENS, *task_words])
 
 
 def _check_vocabulary(opened: Opened) -> None:
