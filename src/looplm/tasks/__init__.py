@@ -4,7 +4,8 @@ from looplm.tasks.addition import Addition
 from looplm.tasks.compose import Compose
 from looplm.tasks.example import Example
 from looplm.tasks.mano import Mano
+from looplm.tasks.reachability import Reachability
 
-__all__ = ["Addition", "Compose", "Example", "Mano", "Task"]
+__all__ = ["Addition", "Compose", "Example", "Mano", "Reachability", "Task"]
 
-Task = Compose | Addition | Mano
+Task = Compose | Addition | Mano | Reachability
