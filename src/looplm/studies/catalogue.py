@@ -2,6 +2,9 @@
 
 from looplm.studies.exit_prior import ExitPriorStudy
 from looplm.studies.mano import ManoStudy
+from looplm.studies.reachability import ReachabilityStudy
 from looplm.studies.study import Study
 
-STUDIES: dict[str, Study] = {study.name: study for study in (ExitPriorStudy(), ManoStudy())}
+STUDIES: dict[str, Study] = {
+    study.name: study for study in (ExitPriorStudy(), ManoStudy(), ReachabilityStudy())
+}  # fmt: skip

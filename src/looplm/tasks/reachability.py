@@ -1,6 +1,7 @@
 """Is there a path from s to t in a directed graph given as shuffled edges? By distance; degrees say nothing."""
 
 import hashlib
+import itertools
 import random
 import re
 from collections.abc import Iterable
@@ -100,7 +101,7 @@ class Reachability:
     def _draw(self, generator: random.Random, far: int) -> tuple[list[Edge], list[Edge], int, int] | None:
         """A graph with t at distance `far` from s, the same without a path, s, t; None where the draw has no such."""
         path = generator.sample(range(self.nodes), far + 1)
-        graph = set(zip(path, path[1:], strict=False))
+        graph = set(itertools.pairwise(path))
         while len(graph) < self.edges:
             source, target = int(generator.random() * self.nodes), int(generator.random() * self.nodes)
             if source != target:
