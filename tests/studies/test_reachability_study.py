@@ -18,7 +18,7 @@ def test_questions_are_held_out_and_balanced():
 
 
 def test_degrees_alone_are_at_chance(tmp_path):
-    assert Degrees(task=TASK, learnt=4000)(tmp_path).values["accuracy"] == pytest.approx(0.5, abs=0.08)
+    assert Degrees(task=TASK, learnt=2000)(tmp_path).values["accuracy"] == pytest.approx(0.5, abs=0.08)
 
 
 def test_how_far_accuracy_holds():

@@ -95,7 +95,7 @@ def _layer(nodes: int, asks_for: slice) -> dict[str, Tensor]:
 
 
 def _undone_norm(width: int) -> Tensor:
-    return torch.full((width,), _ONE / width**0.5).double()
+    return torch.full((width,), _ONE / width**0.5, dtype=torch.float64)
 
 
 def prompts(nodes: int, graphs: Sequence[Iterable[Edge]]) -> Tensor:

@@ -110,10 +110,8 @@ def _distances(nodes: int, edges: list[Edge]) -> Tensor:
     graph = networkx.DiGraph()
     graph.add_nodes_from(range(nodes))
     graph.add_edges_from(edges)
-    found = torch.full((nodes, nodes), _FAR)
-    for source, lengths in networkx.all_pairs_shortest_path_length(graph):
-        found[source, list(lengths)] = torch.tensor(list(lengths.values()))
-    return found
+    lengths = dict(networkx.all_pairs_shortest_path_length(graph))
+    return torch.tensor([[lengths[source].get(target, _FAR) for target in range(nodes)] for source in range(nodes)])
 
 
 def _needed(distances: Tensor, reader: bool) -> Tensor:
