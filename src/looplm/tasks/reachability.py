@@ -10,7 +10,6 @@ from typing import ClassVar, Literal
 
 from looplm.tasks.example import Example
 
-_ASK = "<ask>"
 _ATTEMPTS = 10_000
 _SWAPS = 16
 Edge = tuple[int, int]
@@ -18,7 +17,7 @@ Edge = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Reachability:
-    """`<3><0><5><3> … <ask><5><0>` -> `<yes>`: edges 3 -> 0, 5 -> 3, …; is 0 reached from 5?
+    """`<3-0><5-3> … <5><0>` -> `<yes>`: edges 3 -> 0, 5 -> 3, …, a token each; is 0 reached from 5?
 
     A question draws its answer by a fair coin and a distance d ~ U{1 … `farthest`}. A path of d edges from s to t is
     laid through random nodes, and random edges are added up to `edges`, all drawn again until t lies at distance d
@@ -50,7 +49,9 @@ class Reachability:
 
     def words(self) -> list[str]:
         """Every token of the task."""
-        return [*(f"<{node}>" for node in range(self.nodes)), _ASK, "<yes>", "<no>"]
+        nodes = range(self.nodes)
+        edges = [f"<{source}-{target}>" for source, target in itertools.permutations(nodes, 2)]
+        return [*edges, *(f"<{node}>" for node in nodes), "<yes>", "<no>"]
 
     def example(self, seed: int) -> Example:
         """The question number `seed` of this split.
@@ -78,15 +79,13 @@ class Reachability:
     def question(self, edges: Iterable[Edge], start: int, end: int, difficulty: int) -> Example:
         """The question whether `end` is reached from `start`."""
         edges = list(edges)
-        text = "".join(f"<{source}><{target}>" for source, target in edges)
+        text = "".join(f"<{source}-{target}>" for source, target in edges)
         reached = distance(edges, start, end) is not None
-        return Example(
-            prompt=f"{text}{_ASK}<{start}><{end}>", answer="<yes>" if reached else "<no>", difficulty=difficulty
-        )
+        return Example(prompt=f"{text}<{start}><{end}>", answer="<yes>" if reached else "<no>", difficulty=difficulty)
 
     def read(self, example: Example) -> tuple[list[Edge], int, int]:
         """The edges, s and t of a question."""
-        *ends, start, end = (int(word) for word in re.findall(r"<(\d+)>", example.prompt))
+        *ends, start, end = (int(word) for word in re.findall(r"\d+", example.prompt))
         return list(zip(ends[::2], ends[1::2], strict=True)), start, end
 
     def is_held_out(self, edges: Iterable[Edge], start: int, end: int) -> bool:
