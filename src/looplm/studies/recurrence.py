@@ -23,12 +23,13 @@ from looplm.training.mixture import Mixture
 LOOPED, FIXED = "looped", "core applied once"
 COLLAPSE, IGNORED = "bad run 1: pre-norm, adds", "bad run 2: pre-norm, adapter"
 _ONCE = ("loops=1", "depth=null")
+_GOES_ON = "nonfinite.patience=2000"  # a bad run is looked at to its end, however many of its steps are not finite
 _BAD = {
     COLLAPSE: (
         "model.norm=plain", "model.norm_placement=pre", "model.injection=add", "model.embed_scale=1.0",
-        "optimizer.lr=3.0e-2",
+        "optimizer.lr=3.0e-2", _GOES_ON,
     ),
-    IGNORED: ("model.norm_placement=pre", "optimizer.lr=3.0e-2"),
+    IGNORED: ("model.norm_placement=pre", "optimizer.lr=3.0e-2", _GOES_ON),
 }  # fmt: skip
 _SMOKE = (
     "steps=6", "log_every=1", "evaluate_every=2", "data.rows=2", "data.length=64", "loops=2", "depth.mean=2",
