@@ -107,6 +107,10 @@ def curves(
         axes.fill_between(xs, [min(ys) for ys in columns], [max(ys) for ys in columns], color=colour, alpha=0.18, lw=0)
     if log_x:
         axes.set_xscale("log")
+        places = sorted({x for seeds in lines.values() for x, _ in seeds[0]})
+        if len(places) <= 10:
+            axes.set_xticks(places, [f"{place:g}" for place in places])
+            axes.minorticks_off()
     if log_y:
         axes.set_yscale("log")
     if len(lines) > 4:
@@ -132,6 +136,7 @@ def histogram(bars: Mapping[str, Sequence[Sequence[tuple[float, float]]]], xlabe
         axes.bar(places, ys, width, color=colour, label=name)
         mean = sum(x * y for x, y in zip(xs, ys, strict=True)) / sum(ys)
         axes.axvline(mean, color=colour, linestyle="--", linewidth=1)
+    axes.set_axisbelow(True)
     axes.set_xlim(xs[0] - 1, last + 1)
     axes.legend(frameon=False, fontsize=9)
     return figure

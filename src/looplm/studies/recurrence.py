@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
-import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -134,7 +133,7 @@ class RecurrenceStudy(Study):
                 "Distance between trajectories from different random starts, relative to the states' size.",
             ),
             "convergence": (
-                heat_map(_heat(good), good.facts["shown tokens"], "loop", "distance to the last state"),
+                heat_map(_heat(good), list(map(_visible, good.facts["shown tokens"])), "loop", "distance to the last state"),
                 "How far each token's state is from where it ends, relative to its size (Huginn's Figure 11).",
             ),
             "paths": (
@@ -156,7 +155,7 @@ def measure(run: Run) -> Outcome:
     trained, loops = run.model.config.loops, _loops(run.model.config.loops)
     texts = _texts(run)
     read = partial(losses_by_loop, run.model)
-    found = held_out_losses(read, texts, loops[-1], torch.device("cpu"))
+    found = held_out_losses(read, texts, loops[-1], run.model.device)
     losses = {loop: statistics.mean(found[f"{name}/loss_loop{loop}"] for name in texts) for loop in loops}
     steps = [record for record in run.log if "token_correlation" in record]
     tail = steps[-max(1, len(steps) // 10) :]
@@ -272,6 +271,10 @@ def _over_training(found: Sequence[Outcome]) -> dict[str, list[Points]]:
 
 def _heat(outcome: Outcome) -> list[list[float]]:
     return [[y for _, y in points] for name, points in outcome.series.items() if name.startswith("distance, token ")]
+
+
+def _visible(token: str) -> str:
+    return token.replace(" ", "\N{MIDDLE DOT}").replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}")
 
 
 def _paths(outcome: Outcome) -> dict[str, Points]:
