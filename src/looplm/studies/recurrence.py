@@ -133,7 +133,7 @@ class RecurrenceStudy(Study):
                 "Distance between trajectories from different random starts, relative to the states' size.",
             ),
             "convergence": (
-                heat_map(_heat(good), list(map(_visible, good.facts["shown tokens"])), "loop", "distance to the last state"),
+                heat_map(_heat(good), _visible(good.facts["shown tokens"]), "loop", "distance to the last state"),
                 "How far each token's state is from where it ends, relative to its size (Huginn's Figure 11).",
             ),
             "paths": (
@@ -273,8 +273,9 @@ def _heat(outcome: Outcome) -> list[list[float]]:
     return [[y for _, y in points] for name, points in outcome.series.items() if name.startswith("distance, token ")]
 
 
-def _visible(token: str) -> str:
-    return token.replace(" ", "\N{MIDDLE DOT}").replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}")
+def _visible(tokens: Sequence[str]) -> list[str]:
+    marks = str.maketrans({" ": "\N{MIDDLE DOT}", "\n": "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}"})
+    return [token.translate(marks) for token in tokens]
 
 
 def _paths(outcome: Outcome) -> dict[str, Points]:
