@@ -2,6 +2,7 @@
 
 from looplm.studies.exit_prior import ExitPriorStudy
 from looplm.studies.mano import ManoStudy
+from looplm.studies.recurrence import RecurrenceStudy
 from looplm.studies.study import Study
 
-STUDIES: dict[str, Study] = {study.name: study for study in (ExitPriorStudy(), ManoStudy())}
+STUDIES: dict[str, Study] = {study.name: study for study in (ExitPriorStudy(), ManoStudy(), RecurrenceStudy())}
