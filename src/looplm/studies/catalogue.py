@@ -1,7 +1,9 @@
 """The studies by their names."""
 
 from looplm.studies.exit_prior import ExitPriorStudy
+from looplm.studies.kv import KVStudy
 from looplm.studies.mano import ManoStudy
+from looplm.studies.scaling import ScalingStudy
 from looplm.studies.study import Study
 
-STUDIES: dict[str, Study] = {study.name: study for study in (ExitPriorStudy(), ManoStudy())}
+STUDIES: dict[str, Study] = {study.name: study for study in (ExitPriorStudy(), KVStudy(), ManoStudy(), ScalingStudy())}
