@@ -1,7 +1,5 @@
 """Reading under shared keys and values against attention written out token by token, and the study's judgement."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ from conftest import random_ids, tiny_model
 from looplm.engine import Engine, SamplingParams
 from looplm.engine.kv_policies import BY_NAME
 from looplm.models.rotary import rotary_tables
-from looplm.studies.kv import PHASES, SHARED, KVStudy, measure
+from looplm.studies.kv import PHASES, SHARED, KVStudy
 from looplm.studies.kv_reading import read_shared
 from looplm.studies.study import Outcome
 
@@ -29,8 +27,7 @@ def read_plainly(model, ids, prompt, rule, phase):
     backbone, config, kept, read = model.model, model.config, {}, []
     for place, token in enumerate(ids[:-1]):
         tables = rotary_tables(torch.tensor([[place]]), config.head_dim, config.rope_theta, config.rope, torch.float64)
-        shared = phase != "decoding" if place < prompt else phase != "prefill"
-        seen = SEEN[rule if shared else "full"]
+        shared = phase in ("prefill", "both") if place < prompt else phase != "prefill"
         state = backbone.embed_tokens(torch.tensor([[token]]))
         for loop in range(1, LOOPS + 1):
             for layer, block in enumerate(backbone.core):
@@ -39,8 +36,9 @@ def read_plainly(model, ids, prompt, rule, phase):
                 keys, values = kept.setdefault((layer, place), ({}, {}))
                 keys[loop], values[loop] = key, value[0, 0]
                 before = [kept[layer, other] for other in range(place)]
-                all_keys = torch.stack([*(seen(held, loop) for held, _ in before), key], dim=1)
-                all_values = torch.stack([*(seen(held, loop) for _, held in before), value[0, 0]], dim=1)
+                rules = [rule if shared and not (phase == "generated" and p < prompt) else "full" for p in range(place)]
+                seen = [[SEEN[r](held[i], loop) for r, held in zip(rules, before, strict=True)] for i in (0, 1)]
+                all_keys, all_values = torch.stack([*seen[0], key], dim=1), torch.stack([*seen[1], value[0, 0]], dim=1)
                 weights = (all_keys @ query[..., None])[..., 0].div(config.head_dim**0.5).softmax(-1)
                 out = (weights[:, None] @ all_values).flatten()
                 state = block.attention_norms.join(state, block.attention.o_proj(out)[None, None])
@@ -95,18 +93,19 @@ def test_the_papers_table_holds_and_nothing_else_does():
     as_in_the_paper = outcomes(first_decoding=0.2, last_prefill=0.5, averaged_prefill=0.6, first_prefill=0.1)
     assert all(verdict.holds for verdict in study.verdicts({"1x4": [as_in_the_paper] * 2}))
     verdicts = study.verdicts({"1x4": [as_in_the_paper, outcomes()]})
-    assert [verdict.holds for verdict in verdicts] == [True, True, False, False, False, False, False]
-    lost = study.verdicts({"1x4": [outcomes(last_decoding=0.87)]})[0]
-    assert (lost.holds, lost.effect) == (False, pytest.approx(-0.03))
+    assert [verdict.holds for verdict in verdicts] == [True, True, False, False, False, False]
+    lost = study.verdicts({"1x4": [as_in_the_paper], "2x4": [outcomes(last_decoding=0.87)]})[6]
+    assert (lost.claim, lost.holds) == ("2x4: 'last, decoding' costs less than 2 points", False)
+    assert lost.effect == pytest.approx(-0.03)
     rows = study.rows({"1x4": [as_in_the_paper]})
     assert len(rows) == 1 + len(SHARED) * len(PHASES)
-    assert rows["first, decoding"][0].values["accuracy"] == 0.2
+    assert rows["1x4: first, decoding"][0].values["accuracy"] == 0.2
 
 
 def test_bytes_are_those_of_the_slots_that_are_kept(tmp_path):
-    (cell,) = KVStudy().jobs("smoke", 1).values()
-    outcome = replace(cell[0], measure=measure)(tmp_path)
+    (job,) = KVStudy().jobs("smoke", 1)["1x4"]
+    outcome = job(tmp_path)
     in_full = 4 * 2 * 96 * 4 / 1024  # loops, keys and values, width, bytes of a float32, in KiB
     held = {name: value for name, value in outcome.values.items() if name.endswith("KiB per token")}
     assert {value for name, value in held.items() if "full" in name or "prefill" in name} == {in_full}
-    assert {value for name, value in held.items() if "decoding" in name or "both" in name} == {in_full / 4}
+    assert {value for name, value in held.items() if "full" not in name and "prefill" not in name} == {in_full / 4}

@@ -8,7 +8,7 @@ import numpy as np
 
 _PER = 1e5  # parameters and tokens are counted in hundred thousands
 _HUBER = 0.02  # log residuals beyond this count linearly
-_ITERATIONS, _LONGEST_STEP = 200, 1.0
+_ITERATIONS, _LONGEST_STEP = 100, 1.0
 _FIRST_DAMPING, _LAST_DAMPING = 1e-3, 1e12
 _RESAMPLES = 200
 
@@ -148,12 +148,12 @@ def _search(law: Law, columns: Columns, theta: np.ndarray) -> np.ndarray:
         square = jacobian.T @ (weights[:, None] * jacobian)
         damped = square + np.diag(damping * np.diag(square) + 1e-10)
         step = np.linalg.solve(damped, -jacobian.T @ (weights * errors))
-        step *= min(1.0, _LONGEST_STEP / np.abs(step).max())
+        step *= _LONGEST_STEP / max(_LONGEST_STEP, np.abs(step).max())
         tried = _off(law, columns, theta + step)
         gain = _huber(errors) - _huber(tried)
         if gain > 0:
             theta, errors, damping = theta + step, tried, damping / 3
-            if gain < 1e-12 * _huber(errors):
+            if gain < 1e-9 * _huber(errors):
                 break
         elif damping > _LAST_DAMPING:
             break

@@ -21,7 +21,8 @@ from looplm.training.data_recipe import TaskSource
 from looplm.training.mixture import Mixture
 
 SHARED = ("last", "averaged", "first")
-PHASES: tuple[Phase, ...] = ("decoding", "prefill", "both")
+PHASES: tuple[Phase, ...] = ("generated", "decoding", "prefill", "both")
+SHAPES = {"1x4": 1, "2x4": 2}
 _FULL = "full"
 _QUESTIONS, _TEST_SEED = 1024, 2 * 10**9  # seeds past those of training and its held-out rows
 _CLOSE, _MUCH = 0.02, 0.1  # accuracy
@@ -29,10 +30,11 @@ _PAPER = (
     "steps=30000", "loops=4", "data.length=4096", "data.rows=1024", "vocab_size=49152",
     "data.sources.text.path=hub:HuggingFaceFW/fineweb-edu", "data.sources.chain.task.entities=200",
     "data.sources.chain.task.relations=10", "model.hidden_size=2048", "model.intermediate_size=5632",
-    "model.num_attention_heads=16", "model.core_layers=24", "micro_rows=1", "precision=bfloat16",
+    "model.num_attention_heads=16", "micro_rows=1", "precision=bfloat16",
     "checkpointing=loop", "optimizer.lr=3.0e-4", "model.embedding_initializer_range=0.02",
     "model.max_position_embeddings=65536",
 )  # fmt: skip
+_PAPER_LAYERS = 24  # times the shapes' layers: 1.4B and 2.6B parameters
 _OVERRIDES: dict[Scale, tuple[str, ...]] = {
     "paper": _PAPER,
     "cpu": (),
@@ -45,7 +47,7 @@ _OVERRIDES: dict[Scale, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class KVStudy(Study):
-    """One model a seed, read under every strategy in every phase."""
+    """One model a shape and seed, read under every strategy in every phase."""
 
     name: ClassVar[str] = "kv"
     title: ClassVar[str] = "Keys and values shared between loops"
@@ -55,50 +57,48 @@ class KVStudy(Study):
         "costs more than 10 points (Ouro, arXiv 2510.25741, Table 14; 1.4B, 4 loops)."
     )
     setting: ClassVar[str] = (
-        "one core layer of width 96 looped 4 times, trained in full on Python's manual and on chains of hops whose "
-        "answers are written out (four entities, each two hops from the one before; 12 entities, 3 relations). "
+        "one core layer of width 96 looped 4 times, and two, trained in full on Python's manual and on chains of hops "
+        "whose answers are written out (four entities, each two hops from the one before; 12 entities, 3 relations). "
         "`accuracy` is of whole answers to held-out chains, `text loss` of the second half of held-out windows, in "
         "nats a token, read one by one. decoding: the prompt is read with every loop's own keys, then the strategy's "
-        "slots alone are left and used; prefill: the prompt's tokens are read one after the other, every loop seeing "
-        "of earlier tokens only the strategy's slot, while later tokens see each loop's own; both: the slots alone "
-        "throughout. KiB are those kept for a token while decoding."
+        "slots alone are left and used; generated: the same, but all of the prompt's are left; prefill: the prompt's "
+        "tokens are read one after the other, every loop seeing of earlier tokens only the strategy's slot, while "
+        "later tokens see each loop's own; both: the slots alone throughout. KiB are those kept for a generated token."
     )
     chance: ClassVar[str] = "guessing entities gets 12^-4 = 0.00005 of the answers"
 
     def jobs(self, scale: Scale, seeds: int) -> dict[str, list[Job]]:
-        """The one model."""
-        stage = Stage(recipe="kv", overrides=_OVERRIDES[scale])
-        return {"1x4": [Trained(stages=(stage,), measure=measure, seed=seed) for seed in range(seeds)]}
+        """One layer looped, and two."""
+        return {shape: [_job(scale, layers, seed) for seed in range(seeds)] for shape, layers in SHAPES.items()}
 
     def rows(self, results: Results) -> Results:
-        """A row for every strategy and phase."""
-        (runs,) = results.values()
-        return {way: [_of(way, outcome) for outcome in runs] for way in dict.fromkeys(map(_way_of, runs[0].values))}
+        """A row for every shape, strategy and phase."""
+        return {
+            f"{shape}: {way}": [_of(way, outcome) for outcome in runs]
+            for shape, runs in results.items()
+            for way in dict.fromkeys(map(_way_of, runs[0].values))
+        }
 
     def verdicts(self, results: Results) -> list[Verdict]:
         """The paper's table, phase by phase."""
-        rows = self.rows(results)
-        found = [_close(rows, f"{name}, decoding") for name in ("last", "averaged")]
-        for name in ("last", "averaged"):
-            claim = f"in decoding the first loop's keys answer worse than keeping '{name}'"
-            found.append(above(rows, "accuracy", f"{name}, decoding", "first, decoding", claim, "accuracy"))
-        return found + [_costs(rows, f"{name}, prefill") for name in SHARED]
+        rows, found = self.rows(results), []
+        for shape in results:
+            found += [_close(rows, shape, f"{name}, decoding") for name in ("last", "averaged")]
+            last, first = (f"{shape}: {name}, decoding" for name in ("last", "first"))
+            found.append(above(rows, "accuracy", last, first, f"{shape}: 'last' above 'first' in decoding", "accuracy"))
+            found += [_costs(rows, shape, f"{name}, prefill") for name in SHARED]
+        return found
 
     def figures(self, results: Results) -> dict[str, tuple[Figure, str]]:
-        """Accuracy and text loss by strategy."""
+        """Accuracy by strategy and phase, a figure for each shape."""
         rows = self.rows(results)
-        found = {}
-        for value, label in (("accuracy", "accuracy of whole answers"), ("text loss", "held-out text loss (nats)")):
-            points: dict[str, dict[str, list[float]]] = {
-                phase: {
-                    name: _values(rows, name if name == _FULL else f"{name}, {phase}", value)
-                    for name in (_FULL, *SHARED)
-                }
-                for phase in PHASES
-            }
-            caption = f"{label.capitalize()} by what is kept of the loops' keys and values; a bar spans the seeds."
-            found[value.replace(" ", "_")] = dots(points, "kept", label), caption
-        return found
+        return {
+            f"accuracy_{shape}": (
+                dots(_points(rows, shape), "kept", "accuracy of whole answers"),
+                f"{shape}: accuracy by what is kept of the loops' keys and values; a bar spans the seeds.",
+            )
+            for shape in results
+        }
 
 
 def measure(run: Run) -> Outcome:
@@ -162,23 +162,39 @@ def _values(rows: Results, way: str, value: str) -> list[float]:
     return [outcome.values[value] for outcome in rows[way]]
 
 
-def _lost(rows: Results, way: str) -> list[float]:
+def _points(rows: Results, shape: str) -> dict[str, dict[str, list[float]]]:
+    """Accuracy by phase and by what is kept; keeping all is the same in every phase."""
+    return {
+        phase: {
+            name: _values(rows, f"{shape}: {name if name == _FULL else f'{name}, {phase}'}", "accuracy")
+            for name in (_FULL, *SHARED)
+        }
+        for phase in PHASES
+    }
+
+
+def _lost(rows: Results, shape: str, way: str) -> list[float]:
     """Accuracy lost against keeping every loop's, seed by seed."""
-    pairs = zip(_values(rows, _FULL, "accuracy"), _values(rows, way, "accuracy"), strict=True)
-    return [full - shared for full, shared in pairs]
+    full, shared = (_values(rows, f"{shape}: {name}", "accuracy") for name in (_FULL, way))
+    return [before - after for before, after in zip(full, shared, strict=True)]
 
 
-def _close(rows: Results, way: str) -> Verdict:
-    lost = _lost(rows, way)
-    claim = f"'{way}' costs less than {100 * _CLOSE:.0f} points"
+def _close(rows: Results, shape: str, way: str) -> Verdict:
+    lost = _lost(rows, shape, way)
+    claim = f"{shape}: '{way}' costs less than {100 * _CLOSE:.0f} points"
     return Verdict(
         claim=claim, holds=max(lost) < _CLOSE, effect=-statistics.mean(lost), unit="accuracy", seeds=len(lost)
     )
 
 
-def _costs(rows: Results, way: str) -> Verdict:
-    lost = _lost(rows, way)
-    claim = f"'{way}' costs more than {100 * _MUCH:.0f} points"
+def _costs(rows: Results, shape: str, way: str) -> Verdict:
+    lost = _lost(rows, shape, way)
+    claim = f"{shape}: '{way}' costs more than {100 * _MUCH:.0f} points"
     return Verdict(
         claim=claim, holds=min(lost) > _MUCH, effect=-statistics.mean(lost), unit="accuracy", seeds=len(lost)
     )
+
+
+def _job(scale: Scale, layers: int, seed: int) -> Job:
+    overrides = (*_OVERRIDES[scale], f"model.core_layers={layers * (_PAPER_LAYERS if scale == 'paper' else 1)}")
+    return Trained(stages=(Stage(recipe="kv", overrides=overrides),), measure=measure, seed=seed)

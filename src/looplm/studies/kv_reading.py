@@ -10,7 +10,7 @@ from looplm.engine.kv_policies import KVPolicy
 from looplm.models import LoopLMForCausalLM
 from looplm.models.context import build_context
 
-Phase = Literal["decoding", "prefill", "both"]
+Phase = Literal["generated", "decoding", "prefill", "both"]
 _Pair = tuple[Tensor, Tensor]
 
 
@@ -19,13 +19,14 @@ class SharedStore:
     """Every loop's keys and values [B, G, S, head_dim] of the tokens before, seen through `policy` while `sharing`.
 
     A token always sees its own of the loop that it is in; of the tokens before, it sees what `policy` keeps in the slot
-    of that loop, once they are through all their loops.
+    of that loop, once they are through all their loops; of the first `whole` tokens it sees the loop's own even then.
     """
 
     policy: KVPolicy
     core: range
     loops: int
     sharing: bool = False
+    whole: int = 0
     past: dict[tuple[int, int], _Pair] = field(default_factory=dict)
     now: dict[tuple[int, int], _Pair] = field(default_factory=dict)
 
@@ -49,6 +50,14 @@ class SharedStore:
     def _seen(self, layer: int, loop: int) -> _Pair:
         if not self.sharing or layer not in self.core:
             return self.past[layer, loop]
+        shared = self._shared(layer, loop)
+        if not self.whole:
+            return shared
+        own, whole = self.past[layer, loop], self.whole
+        keys, values = (torch.cat((a[:, :, :whole], b[:, :, whole:]), 2) for a, b in zip(own, shared, strict=True))
+        return keys, values
+
+    def _shared(self, layer: int, loop: int) -> _Pair:
         slot = self.policy.slot(loop)
         same = [self.past[layer, other] for other in range(1, self.loops + 1) if self.policy.slot(other) == slot]
         if self.policy.keeps == "mean":
@@ -65,6 +74,7 @@ def read_shared(model: LoopLMForCausalLM, ids: Tensor, prompt: int, policy: KVPo
 
     - "decoding": the prompt is read in one call in which every loop sees its own; then only what `policy` keeps is left
       of them, and each further token sees that of all tokens before it. This is what the engine does.
+    - "generated": the same, but that every loop of the prompt's tokens is kept, and seen loop by loop.
     - "prefill": the prompt is read under the policy. A loop cannot see a later loop of an earlier token before that
       token has run it, so the prompt's tokens go one after the other, each through all loops, as in decoding: the form
       that never holds more than the policy's slots. All loops are then kept, and further tokens see each its own.
@@ -73,11 +83,11 @@ def read_shared(model: LoopLMForCausalLM, ids: Tensor, prompt: int, policy: KVPo
     config = model.config
     first = config.prelude_layers
     store = SharedStore(policy=policy, core=range(first, first + config.core_layers), loops=config.loops)
-    store.sharing = phase != "decoding"
+    store.sharing = phase in ("prefill", "both")
     width = 1 if store.sharing else prompt
     for begin in range(0, prompt, width):
         logits = _call(model, ids[:, begin : begin + width], begin, store)
-    store.sharing = phase != "prefill"
+    store.sharing, store.whole = phase != "prefill", prompt if phase == "generated" else 0
     read = [logits]
     for place in range(prompt, ids.shape[1] - 1):
         read.append(_call(model, ids[:, place : place + 1], place, store))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 import numpy as np
@@ -30,6 +31,7 @@ _OVERRIDES: dict[Scale, tuple[str, ...]] = {
     "cpu": (),
     "smoke": ("data.rows=2", "data.length=32", "data.sources.text.held_out_rows=8", "log_every=1"),
 }
+_fitted = cache(fit_law)  # verdicts and figures ask for the same
 _PAPER_DEPTH = 5  # times the shapes' layers: 20x1, 10x2, 5x4
 
 
@@ -116,7 +118,8 @@ class ScalingStudy(Study):
                     {shape: [_line(last, shape, phi.values["phi"])] for shape in SHAPES}, "N_once + r^phi N_rec",
                     "held-out loss", True,
                 ),
-                f"The same by what a loop is worth, fitted to the runs of depth 4: {_equation(phi)}, phi = {_said(phi, 'phi')}.",
+                "The same by what a loop is worth, fitted to the runs of depth 4: "
+                f"{_equation(phi)}, phi = {_said(phi, 'phi')}.",
             ),
             "loops": (
                 curves(
@@ -138,7 +141,11 @@ class ScalingStudy(Study):
             for loop in range(1, 1 + len(outcome.series["loops"]))
             if len(outcome.series["loops"]) > 1
         ]
-        return fit_law(ISO_DEPTH, one_depth), fit_law(ISO_DEPTH, totals), fit_law(PER_LOOP, by_loop)
+        return (
+            _fitted(ISO_DEPTH, tuple(one_depth)),
+            _fitted(ISO_DEPTH, tuple(totals)),
+            _fitted(PER_LOOP, tuple(by_loop)),
+        )
 
 
 def measure(run: Run) -> Outcome:
