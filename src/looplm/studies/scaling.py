@@ -110,15 +110,18 @@ class ScalingStudy(Study):
         last = {cell: found for cell, found in results.items() if found[0].facts["tokens"] == longest}
         return {
             "parameters": (
-                curves({shape: [_line(last, shape, 0.0)] for shape in SHAPES}, "parameters", "held-out loss", True),
+                curves(
+                    {shape: [_line(last, shape, 0.0)] for shape in SHAPES}, "thousand parameters of head and core",
+                    "held-out loss",
+                ),
                 "Held-out loss after the most tokens by parameters, one line a shape, widths 48 to 128.",
             ),
             "effective": (
                 curves(
-                    {shape: [_line(last, shape, phi.values["phi"])] for shape in SHAPES}, "N_once + r^phi N_rec",
-                    "held-out loss", True,
+                    {shape: [_line(last, shape, phi.values["phi"])] for shape in SHAPES}, "thousand effective parameters",
+                    "held-out loss",
                 ),
-                "The same by what a loop is worth, fitted to the runs of depth 4: "
+                "The same by N_once + r^phi N_rec, fitted to the runs of depth 4: "
                 f"{_equation(phi)}, phi = {_said(phi, 'phi')}.",
             ),
             "loops": (
@@ -197,9 +200,12 @@ def _gains(results: Results, shape: str, other: str) -> list[float]:
 
 
 def _line(results: Results, shape: str, phi: float) -> Points:
+    """Loss by effective parameters in thousands."""
     points = [_measured(outcome, 0) for outcome in _of(results, shape)]
     columns = (np.array([getattr(point, name) for point in points]) for name in ("once", "recurrent", "loops"))
-    return list(zip(effective_parameters(*columns, phi).tolist(), (point.loss for point in points), strict=True))
+    return list(
+        zip((effective_parameters(*columns, phi) / 1e3).tolist(), (point.loss for point in points), strict=True)
+    )
 
 
 def _said(fit: Fit, name: str) -> str:
