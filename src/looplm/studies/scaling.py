@@ -114,12 +114,12 @@ class ScalingStudy(Study):
                     {shape: [_line(last, shape, 0.0)] for shape in SHAPES}, "thousand parameters of head and core",
                     "held-out loss",
                 ),
-                "Held-out loss after the most tokens by parameters, one line a shape, widths 48 to 128.",
+                "Held-out loss after the most tokens by parameters, one line a shape.",
             ),
             "effective": (
                 curves(
-                    {shape: [_line(last, shape, phi.values["phi"])] for shape in SHAPES}, "thousand effective parameters",
-                    "held-out loss",
+                    {shape: [_line(last, shape, phi.values["phi"])] for shape in SHAPES},
+                    "thousand effective parameters", "held-out loss",
                 ),
                 "The same by N_once + r^phi N_rec, fitted to the runs of depth 4: "
                 f"{_equation(phi)}, phi = {_said(phi, 'phi')}.",
