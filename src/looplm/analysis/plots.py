@@ -142,6 +142,24 @@ def histogram(bars: Mapping[str, Sequence[Sequence[tuple[float, float]]]], xlabe
     return figure
 
 
+def dots(points: Mapping[str, Mapping[str, Sequence[float]]], xlabel: str, ylabel: str) -> Figure:
+    """One colour a name: a dot at the mean over seeds of every category, with a bar from lowest to highest.
+
+    Names stand side by side in each category; all have the same categories, in one order.
+    """
+    figure, axes = _figure(xlabel, ylabel)
+    categories = list(next(iter(points.values())))
+    for number, (colour, (name, held)) in enumerate(zip(COLOURS, points.items(), strict=False)):
+        places = [place + 0.18 * (number - (len(points) - 1) / 2) for place in range(len(categories))]
+        seeds = [held[category] for category in categories]
+        means = [sum(values) / len(values) for values in seeds]
+        axes.vlines(places, [min(values) for values in seeds], [max(values) for values in seeds], color=colour)
+        axes.plot(places, means, "o", color=colour, label=name)
+    axes.set_xticks(range(len(categories)), categories)
+    axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
 def heat_map(
     rows: Sequence[Sequence[float]], names: Sequence[str], xlabel: str, label: str, first: int = 1
 ) -> Figure:  # fmt: skip

@@ -1,8 +1,17 @@
 """The studies by their names."""
 
 from looplm.studies.exit_prior import ExitPriorStudy
+from looplm.studies.kv import KVStudy
 from looplm.studies.mano import ManoStudy
 from looplm.studies.recurrence import RecurrenceStudy
+from looplm.studies.scaling import ScalingStudy
 from looplm.studies.study import Study
 
-STUDIES: dict[str, Study] = {study.name: study for study in (ExitPriorStudy(), ManoStudy(), RecurrenceStudy())}
+_ALL: tuple[Study, ...] = (
+    ExitPriorStudy(),
+    KVStudy(),
+    ManoStudy(),
+    RecurrenceStudy(),
+    ScalingStudy(),
+)
+STUDIES: dict[str, Study] = {study.name: study for study in _ALL}

@@ -97,6 +97,7 @@ def _summary(found: Sequence[Outcome]) -> dict[str, dict[str, float]]:
 
 def _table(study: Study, results: Results) -> tuple[list[str], list[list[str]]]:
     """Header and rows: each cell with what it is and what it gave."""
+    results = study.rows(results)
     facts = [name for name in _FACTS if any(name in found[0].facts for found in results.values())]
     columns = study.columns(results)
     rows = []

@@ -71,8 +71,12 @@ class Study(ABC):
     def figures(self, results: Results) -> dict[str, tuple[Figure, str]]:
         """Figures by name, each with its caption."""
 
+    def rows(self, results: Results) -> Results:
+        """The table's rows; the cells by default."""
+        return results
+
     def columns(self, results: Results) -> list[str]:
-        """Which values the table shows, in order; all of them by default."""
+        """Which values the table shows of its rows, in order; all of them by default."""
         return list(dict.fromkeys(name for found in results.values() for name in found[0].values))
 
 

@@ -1,10 +1,11 @@
 """Tasks with verifiable answers: `example(seed)` makes a question, `grade(example, text)` marks an answer."""
 
 from looplm.tasks.addition import Addition
+from looplm.tasks.chain import Chain
 from looplm.tasks.compose import Compose
 from looplm.tasks.example import Example
 from looplm.tasks.mano import Mano
 
-__all__ = ["Addition", "Compose", "Example", "Mano", "Task"]
+__all__ = ["Addition", "Chain", "Compose", "Example", "Mano", "Task"]
 
-Task = Compose | Addition | Mano
+Task = Compose | Addition | Mano | Chain
