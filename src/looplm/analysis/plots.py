@@ -72,13 +72,14 @@ def loss_against_loops(curves: Mapping[str, Sequence[Mapping[str, float]]], fixe
 
 
 def against_speed(
-    lines: Mapping[str, Sequence[tuple[float, float]]], fixed: Sequence[tuple[float, float]], ylabel: str
+    lines: Mapping[str, Sequence[tuple[float, float]]], fixed: Sequence[tuple[float, float]], ylabel: str,
+    xlabel: str = "tokens per second",
 ) -> Figure:  # fmt: skip
     """`ylabel` against tokens a second: a line for each policy's thresholds, squares with their loops for fixed depths.
 
     The legend stands beside the axes, since lines may run anywhere; past the colours, lines are dashed.
     """
-    figure, axes = _figure("tokens per second", ylabel)
+    figure, axes = _figure(xlabel, ylabel)
     figure.set_size_inches(*_WIDE)
     axes.plot(*zip(*fixed, strict=True), "s:", color="0.35", label="fixed depth", markersize=8, zorder=3)
     for loops, point in enumerate(fixed, start=1):

@@ -1,6 +1,8 @@
 """The studies by their names."""
 
+from looplm.studies.compose import ComposeStudy
 from looplm.studies.exit_prior import ExitPriorStudy
+from looplm.studies.exits import ExitStudy
 from looplm.studies.kv import KVStudy
 from looplm.studies.mano import ManoStudy
 from looplm.studies.recurrence import RecurrenceStudy
@@ -8,7 +10,9 @@ from looplm.studies.scaling import ScalingStudy
 from looplm.studies.study import Study
 
 _ALL: tuple[Study, ...] = (
+    ComposeStudy(),
     ExitPriorStudy(),
+    ExitStudy(),
     KVStudy(),
     ManoStudy(),
     RecurrenceStudy(),

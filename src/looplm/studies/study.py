@@ -87,3 +87,10 @@ def above(results: Results, value: str, high: str, low: str, claim: str, unit: s
     return Verdict(
         claim=claim, holds=min(ours) > max(theirs), effect=effect, unit=unit, seeds=min(len(ours), len(theirs))
     )
+
+
+def within(results: Results, cell: str, high: str, low: str, claim: str, unit: str = "") -> Verdict:
+    """As `above`, of two values of one cell."""
+    ours, theirs = ([outcome.values[name] for outcome in results[cell]] for name in (high, low))
+    effect = sum(ours) / len(ours) - sum(theirs) / len(theirs)
+    return Verdict(claim=claim, holds=min(ours) > max(theirs), effect=effect, unit=unit, seeds=len(ours))

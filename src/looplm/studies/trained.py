@@ -29,15 +29,16 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A recipe by name, with `a.b=value` overrides."""
+    """A recipe by name, with `a.b=value` overrides; it continues the stage of number `after`, by default the last."""
 
     recipe: str
     overrides: tuple[str, ...] = ()
+    after: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """Train every stage, each from the one before, and measure the last; `measure` is a module's own function."""
+    """Train every stage, each from an earlier one, and measure the last; `measure` is a module's own function."""
 
     stages: tuple[Stage, ...]
     measure: Callable[[Run], Outcome]
@@ -50,7 +51,7 @@ class Trained:
         for number, stage in enumerate(self.stages, start=1):
             values: dict[str, Any] = {"out": str(folder / f"stage{number}"), "seed": self.seed, **self.paths}
             if found:
-                values["init_from"] = found[-1].out
+                values["init_from"] = found[-1 if stage.after is None else stage.after - 1].out
             found.append(load_recipe(stage.recipe, stage.overrides, values))
         return found
 
