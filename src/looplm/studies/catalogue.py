@@ -5,6 +5,7 @@ from looplm.studies.exit_prior import ExitPriorStudy
 from looplm.studies.exits import ExitStudy
 from looplm.studies.kv import KVStudy
 from looplm.studies.mano import ManoStudy
+from looplm.studies.reachability import ReachabilityStudy
 from looplm.studies.recurrence import RecurrenceStudy
 from looplm.studies.scaling import ScalingStudy
 from looplm.studies.study import Study
@@ -15,6 +16,7 @@ _ALL: tuple[Study, ...] = (
     ExitStudy(),
     KVStudy(),
     ManoStudy(),
+    ReachabilityStudy(),
     RecurrenceStudy(),
     ScalingStudy(),
 )

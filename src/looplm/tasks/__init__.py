@@ -5,7 +5,8 @@ from looplm.tasks.chain import Chain
 from looplm.tasks.compose import Compose
 from looplm.tasks.example import Example
 from looplm.tasks.mano import Mano
+from looplm.tasks.reachability import Reachability
 
-__all__ = ["Addition", "Chain", "Compose", "Example", "Mano", "Task"]
+__all__ = ["Addition", "Chain", "Compose", "Example", "Mano", "Reachability", "Task"]
 
-Task = Compose | Addition | Mano | Chain
+Task = Addition | Chain | Compose | Mano | Reachability
