@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from looplm.data.tokenizer import word_tokenizer
-from looplm.studies.capo import DOCUMENT, PAPER_SIZES, SIZES, CapoStudy, capacity, job, nats
+from looplm.studies.capo import DOCUMENT, PAPER_SIZES, SIZES, CapoStudy, Size, capacity, job, nats
 from looplm.studies.study import Outcome
 from looplm.tasks import Capo
 from looplm.training.opening import open_run
@@ -69,13 +69,16 @@ def test_each_bracket_is_at_least_nothing():
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: size.name)
 def test_people_overfill_the_model_and_are_seen_as_often_as_said(size):
-    looped, plain = (job("capo", size, loops, 300, 0).recipes(Path("nowhere"))[0] for loops in (4, 1))
+    looped, plain = (job("capo", size, loops, 1000, 0).recipes(Path("nowhere"))[0] for loops in (4, 1))
     model = open_run(looped, None).model
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    assert size.people == pytest.approx(2.5 * parameters / 54.5, rel=2e-3)
+    world = Capo(people=size.people)
+    assert capacity(world, math.log(size.people), 0.0, parameters) == pytest.approx(2.5, rel=2e-3)
     assert float(size.name.rstrip("K")) == pytest.approx(parameters / 1000, abs=0.6)
     assert looped.steps == plain.steps
-    assert looped.steps * looped.data.rows * looped.data.length / DOCUMENT / size.people == pytest.approx(300, rel=1e-3)
+    assert looped.steps * looped.data.rows * looped.data.length / DOCUMENT / size.people == pytest.approx(
+        1000, rel=1e-3
+    )
 
 
 def test_the_papers_sizes_have_its_numbers_of_people():
@@ -83,7 +86,7 @@ def test_the_papers_sizes_have_its_numbers_of_people():
 
 
 def known(bits):
-    facts = {"parameters": 14_000, "exposures": 300.0}
+    facts = {"parameters": 9_000, "exposures": 300.0}
     return Outcome(values={"bits per parameter": bits}, series={"training": [(30.0, 0.0), (300.0, bits)]}, facts=facts)
 
 
@@ -91,7 +94,7 @@ def known(bits):
     ("looped", "equal", "above_one"), [(1.4, True, True), (1.2, False, True), (0.99, False, False)]
 )
 def test_verdicts(looped, equal, above_one):
-    results = {"14K, 1 loop": [known(1.4), known(1.6)], "14K, 4 loops": [known(looped)]}
+    results = {"9K, 1 loop": [known(1.4), known(1.6)], "9K, 4 loops": [known(looped)]}
     same, over = CapoStudy().verdicts(results)
     assert (same.holds, over.holds) == (equal, above_one)
     assert same.effect == pytest.approx(100 * (looped / 1.5 - 1))
@@ -100,7 +103,26 @@ def test_verdicts(looped, equal, above_one):
 
 
 def test_a_run_that_was_too_short_is_said_to_be():
-    results = {"14K, 1 loop": [known(1.4)], "14K, 4 loops": [known(1.4)]}
-    results |= {"14K, 1 loop, 1000 exposures": [known(1.45)], "14K, 4 loops, 1000 exposures": [known(1.6)]}
-    *_, plain, looped = CapoStudy().verdicts(results)
+    results = {
+        f"9K, {loops}{length}": [known(bits)]
+        for loops, found in (("1 loop", (0.6, 1.2, 1.4, 1.45)), ("4 loops", (0.3, 0.8, 1.2, 1.44)))
+        for length, bits in zip((", 100 exposures", ", 300 exposures", "", ", 3,000 exposures"), found, strict=True)
+    }
+    *_, plain, looped = verdicts = CapoStudy().verdicts(results)
     assert (plain.holds, looped.holds) == (True, False)
+    assert looped.effect == pytest.approx(20)
+    assert [verdict.holds for verdict in verdicts[:4]] == [False, True, True, True]
+    assert set(CapoStudy().figures(results)) == {"size", "training", "exposures"}
+
+
+def test_a_run_is_measured_at_its_checkpoints_and_at_the_end(tmp_path):
+    size = Size(name="tiny", width=8, layers=1, inner=16, heads=2, people=16)
+    outcome = job("capo", size, 1, 60, 0)(tmp_path)  # 20 steps of 48 biographies
+    exposures = [exposure for exposure, _ in outcome.series["training"]]
+    assert exposures == pytest.approx([6.0 * part for part in range(1, 11)])
+    assert outcome.series["training"][-1][1] == outcome.values["bits per parameter"]
+    assert outcome.values["ceiling"] == pytest.approx(
+        16 * (math.log2(250_000 / 16) + Capo().attribute_bits) / outcome.facts["parameters"]
+    )
+    assert outcome.values["bits of a name"] < math.log2(250_000 / 16)
+    assert outcome.facts["exposures"] == 60

@@ -42,3 +42,13 @@ def test_loops_that_do_not():
     assert [first.holds, second.holds, deep.holds, pairs.holds] == [False, True, True, False]
     assert pairs.effect == -1
     assert not MultiHopStudy().verdicts(results({shape: [0.1] * 3 for shape in SHAPES}))[-1].holds
+
+
+def test_a_run_is_measured_at_its_checkpoints(tmp_path):
+    (job,) = MultiHopStudy().jobs("smoke", 1)["2x1, 25 %"]
+    outcome = job(tmp_path)
+    assert [step for step, _ in outcome.series["steps"]] == [2, 4]
+    assert outcome.series["steps"][-1][1] == outcome.values["accuracy"]
+    assert set(outcome.values) == {"accuracy", "trained pairs", "facts"}
+    assert all(0 <= value <= 1 for value in outcome.values.values())
+    assert outcome.facts["unique pairs"] == 5000

@@ -28,7 +28,11 @@ _AT_ONCE = 1024  # biographies
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A model, and people enough to overfill it: about 2.5 P / (bits of a person)."""
+    """A model, and people enough to overfill it: at the CPU's scale 2.5 bits a parameter are there to be learnt.
+
+    That is N [log2(N0 / N) + log2 S0] = 2.5 P; with log2 N0 in place of log2(N0 / N) it would be 2 bits, which a model
+    can nearly hold.
+    """
 
     name: str
     width: int
@@ -39,9 +43,9 @@ class Size:
 
 
 SIZES = (
-    Size(name="14K", width=16, layers=2, inner=44, heads=2, people=639),
-    Size(name="25K", width=24, layers=2, inner=64, heads=2, people=1160),
-    Size(name="57K", width=40, layers=2, inner=106, heads=4, people=2631),
+    Size(name="9K", width=12, layers=2, inner=32, heads=2, people=504),
+    Size(name="19K", width=20, layers=2, inner=54, heads=2, people=1082),
+    Size(name="32K", width=28, layers=2, inner=74, heads=2, people=1836),
 )
 PAPER_SIZES = (
     Size(name="0.6M", width=64, layers=8, inner=171, heads=1, people=20_000),
@@ -49,6 +53,9 @@ PAPER_SIZES = (
     Size(name="13M", width=256, layers=16, inner=683, heads=4, people=500_000),
 )
 _SMALLEST = SIZES[0].name
+_EXPOSURES = 1000  # of every size
+_LENGTHS = (100, 300, 1000, 3000)  # exposures of the smallest
+_OTHER_RATES, _RATE_EXPOSURES = (0.003, 0.03), 300  # beside the recipe's 0.01, of the smallest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,52 +70,38 @@ class CapoStudy(Study):
     )
     setting: ClassVar[str] = (
         "biographies in symbols, one token a field, unique full names drawn from 250,000 (17.9 bits), 36.6 bits of "
-        "attributes; two layers, N = 2.5 P / 54.5 people, 300 exposures of each on average, the loss on every token at "
-        "the last loop. R = N [log2(N0 / e^p1) + log2(S0 / e^p2)] / P with the mean nats p1 of a person's name and p2 "
-        "of the attributes, each bracket at least 0; P counts the tied table once. The order of people is not "
-        "subtracted: they come in random order, so p1 cannot fall below ln N, and R not rise above `ceiling`."
+        "attributes; two layers, 1,000 exposures of each person on average unless said, rate 0.01, the loss on every "
+        "token at the last loop. R = N [log2(N0 / e^p1) + log2(S0 / e^p2)] / P with the mean nats p1 of a person's "
+        "name and p2 of the attributes, each bracket at least 0; P counts the tied table once. log2(N!) is not "
+        "subtracted for the order of people: they come in random order, so p1 cannot fall below ln N, nor R rise "
+        "above `ceiling`; N is such that this is 2.5."
     )
     chance: ClassVar[str] = "guessing gets 0 bits"
 
     def jobs(self, scale: Scale, seeds: int) -> dict[str, list[Job]]:
-        """Every size at both loops; the smallest at 100 and 1,000 exposures, too."""
-        if scale == "paper":
-            return {
-                _cell(size.name, loops): [job("capo_paper", size, loops, 1000, seed) for seed in range(seeds)]
-                for size in PAPER_SIZES
-                for loops in LOOPS
-            }
+        """Every size at both loops; the smallest for shorter and longer and at other rates, too."""
         if scale == "smoke":
             people = Size(name=_SMALLEST, width=8, layers=1, inner=16, heads=2, people=16)
             return {_cell(_SMALLEST, loops): [job("capo", people, loops, 12, 0)] for loops in LOOPS}
+        recipe, sizes = ("capo_paper", PAPER_SIZES) if scale == "paper" else ("capo", SIZES)
         found: dict[str, list[Job]] = {}
-        for size in SIZES:
-            own_seeds = seeds if size.name == _SMALLEST else 1
+        for size in sizes:
+            own_seeds = seeds if scale == "paper" or size.name == _SMALLEST else 1
             for loops in LOOPS:
-                found[_cell(size.name, loops)] = [job("capo", size, loops, 300, seed) for seed in range(own_seeds)]
-        for exposures in (100, 1000):
-            for loops in LOOPS:
-                found[_cell(_SMALLEST, loops, exposures)] = [job("capo", SIZES[0], loops, exposures, 0)]
-        return found
+                runs: list[Job] = [job(recipe, size, loops, _EXPOSURES, seed) for seed in range(own_seeds)]
+                found[_cell(size.name, loops)] = runs
+        return found if scale == "paper" else found | _lengths_and_rates()
 
     def verdicts(self, results: Results) -> list[Verdict]:
         """Whether loops change the bits, whether these are above one, and whether training was long enough."""
         found = []
         for size in _sizes(results):
-            plain, looped = (_bits(results, _cell(size, loops)) for loops in LOOPS)
-            effect = 100 * (_mean(looped) / _mean(plain) - 1) if _mean(plain) else 0.0
-            seeds = min(len(plain), len(looped))
-            found += [
-                Verdict(
-                    claim=f"{size} parameters: equal bits with 1 and 4 loops, within 10 %",
-                    holds=_mean(plain) > 0 and abs(effect) <= 10, effect=effect, unit="% with 4 loops", seeds=seeds,
-                ),
-                Verdict(
-                    claim=f"{size} parameters: more than one bit a parameter at both", holds=min(plain + looped) > 1,
-                    effect=min(plain + looped), unit="bits at the least", seeds=seeds,
-                ),
-            ]  # fmt: skip
-        return found + [_long_enough(results, loops) for loops in LOOPS if _cell(_SMALLEST, loops, 1000) in results]
+            found += _equal_bits(results, size, _EXPOSURES)
+        longest = _LENGTHS[-1]
+        if _cell(_SMALLEST, 1, longest) in results:
+            found += _equal_bits(results, _SMALLEST, longest)
+            found += [_long_enough(results, loops, longest) for loops in LOOPS]
+        return found
 
     def figures(self, results: Results) -> dict[str, tuple[Figure, str]]:
         """Bits by parameters, by exposures, and during training."""
@@ -127,21 +120,21 @@ class CapoStudy(Study):
                 "Bits per parameter during training; the learning rate falls to a tenth by the end of each run.",
             ),
         }  # fmt: skip
-        if _cell(_SMALLEST, 1, 1000) in results:
-            lengths = {
-                _named(loops): _points(
-                    results, [_cell(_SMALLEST, loops, exposures) for exposures in (100, 300, 1000)], "exposures"
-                )
-                for loops in LOOPS
+        if _cell(_SMALLEST, 1, _LENGTHS[0]) in results:
+            cells_by_length = {
+                _named(loops): [_cell(_SMALLEST, loops, exposures) for exposures in _LENGTHS] for loops in LOOPS
             }
             figures["exposures"] = (
-                curves(lengths, "exposures", _BITS, log_x=True),
+                curves(
+                    {name: _points(results, cells, "exposures") for name, cells in cells_by_length.items()},
+                    "exposures", _BITS, log_x=True,
+                ),
                 f"Bits per parameter of the {_SMALLEST} model after runs of different lengths.",
-            )
+            )  # fmt: skip
         return figures
 
 
-def job(recipe: str, size: Size, loops: int, exposures: int, seed: int) -> Trained:
+def job(recipe: str, size: Size, loops: int, exposures: int, seed: int, *others: str) -> Trained:
     """The run in which everyone of `size` is seen `exposures` times on average, in ten saved parts."""
     length, rows = (512, 192) if recipe == "capo_paper" else (96, 6)
     steps = max(1, round(exposures * size.people / (rows * (length // DOCUMENT))))
@@ -150,6 +143,7 @@ def job(recipe: str, size: Size, loops: int, exposures: int, seed: int) -> Train
         f"model.num_attention_heads={size.heads}", f"data.sources.capo.task.people={size.people}",
         f"data.length={length}", f"data.rows={rows}", f"loops={loops}", f"steps={steps}",
         f"save_every={max(1, steps // 10)}", f"log_every={min(100, steps)}",
+        *others,
     )  # fmt: skip
     return Trained(stages=(Stage(recipe=recipe, overrides=overrides),), measure=measure, seed=seed)
 
@@ -198,8 +192,22 @@ def capacity(task: Capo, name_nats: float, attribute_nats: float, parameters: in
     return task.people * (name + attributes) / parameters
 
 
-def _cell(size: str, loops: int, exposures: int = 300) -> str:
-    ending = "" if exposures == 300 else f", {exposures} exposures"
+def _lengths_and_rates() -> dict[str, list[Job]]:
+    """The smallest size for shorter and longer, and at other rates; one seed."""
+    smallest = SIZES[0]
+    found: dict[str, list[Job]] = {}
+    for loops in LOOPS:
+        for exposures in _LENGTHS:
+            if exposures != _EXPOSURES:
+                found[_cell(_SMALLEST, loops, exposures)] = [job("capo", smallest, loops, exposures, 0)]
+        for rate in _OTHER_RATES:
+            cell = f"{_cell(_SMALLEST, loops, _RATE_EXPOSURES)}, rate {rate}"
+            found[cell] = [job("capo", smallest, loops, _RATE_EXPOSURES, 0, f"optimizer.lr={rate}")]
+    return found
+
+
+def _cell(size: str, loops: int, exposures: int = _EXPOSURES) -> str:
+    ending = "" if exposures == _EXPOSURES else f", {exposures:,} exposures"
     return f"{size}, {_named(loops)}{ending}"
 
 
@@ -219,11 +227,28 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _long_enough(results: Results, loops: int) -> Verdict:
-    usual, longer = (_mean(_bits(results, _cell(_SMALLEST, loops, exposures))) for exposures in (300, 1000))
+def _equal_bits(results: Results, size: str, exposures: int) -> list[Verdict]:
+    plain, looped = (_bits(results, _cell(size, loops, exposures)) for loops in LOOPS)
+    effect = 100 * (_mean(looped) / _mean(plain) - 1) if _mean(plain) else 0.0
+    what, seeds = f"{size} parameters, {exposures:,} exposures", min(len(plain), len(looped))
+    return [
+        Verdict(
+            claim=f"{what}: equal bits with 1 and 4 loops, within 10 %", holds=_mean(plain) > 0 and abs(effect) <= 10,
+            effect=effect, unit="% with 4 loops", seeds=seeds,
+        ),
+        Verdict(
+            claim=f"{what}: more than one bit a parameter at both", holds=min(plain + looped) > 1,
+            effect=min(plain + looped), unit="bits at the least", seeds=seeds,
+        ),
+    ]  # fmt: skip
+
+
+def _long_enough(results: Results, loops: int, longest: int) -> Verdict:
+    usual, longer = (_mean(_bits(results, _cell(_SMALLEST, loops, length))) for length in (_EXPOSURES, longest))
     effect = 100 * (longer / usual - 1)
     return Verdict(
-        claim=f"{_SMALLEST} parameters, {_named(loops)}: 1,000 exposures give less than 5 % more than 300 (ours)",
+        claim=f"{_SMALLEST} parameters, {_named(loops)}: {longest:,} exposures give less than 5 % more than "
+        f"{_EXPOSURES:,} (ours)",
         holds=effect < 5, effect=effect, unit="%", seeds=1,
     )  # fmt: skip
 

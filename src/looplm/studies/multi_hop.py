@@ -28,7 +28,7 @@ _SOLVED = 0.99
 class MultiHopStudy(Study):
     """k layers looped T times (kxT) at several shares of all pairs."""
 
-    name: ClassVar[str] = "multi-hop"
+    name: ClassVar[str] = "multihop"
     title: ClassVar[str] = "Three hops: unique pairs needed"
     claim: ClassVar[str] = (
         "with more loops fewer unique pairs are needed and fewer steps (Ouro, arXiv 2510.25741, Appendix B.3; 500 "
