@@ -1,6 +1,6 @@
 """A study's run: a recipe, or several that continue one another, trained and then measured."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from looplm.models import LoopLMForCausalLM, load
 from looplm.studies.records import read_log
 from looplm.studies.study import Outcome
 from looplm.training import Recipe, load_recipe, train
+from looplm.training.checkpoints import complete_checkpoints, read_progress
 from looplm.training.monitors import training_flops
 
 
@@ -70,6 +71,12 @@ class Trained:
         )  # fmt: skip
         outcome = self.measure(run)
         return replace(outcome, facts=_facts(run, recipes) | dict(outcome.facts))
+
+
+def checkpoints(run: Run) -> Iterator[tuple[int, LoopLMForCausalLM]]:
+    """Every checkpoint that the last stage kept, in order: its step, and its model in evaluation mode."""
+    for path in complete_checkpoints(run.stages[-1] / "checkpoints"):
+        yield read_progress(path).step, load(path).eval()
 
 
 def _facts(run: Run, recipes: list[Recipe]) -> dict[str, Any]:
