@@ -1,5 +1,6 @@
 """The studies by their names."""
 
+from looplm.studies.addition import AdditionStudy
 from looplm.studies.capo import CapoStudy
 from looplm.studies.compose import ComposeStudy
 from looplm.studies.exit_prior import ExitPriorStudy
@@ -13,6 +14,7 @@ from looplm.studies.scaling import ScalingStudy
 from looplm.studies.study import Study
 
 _ALL: tuple[Study, ...] = (
+    AdditionStudy(),
     CapoStudy(),
     ComposeStudy(),
     ExitPriorStudy(),
