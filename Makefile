@@ -3,13 +3,17 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test nightly lint types ci clean
+.PHONY: demo test smoke nightly lint types ci clean
 
 demo: $(VENV)/.installed  ## train a small looped model and write runs/demo/report.html
 	$(BIN)/looplm demo
 
 test: $(VENV)/.installed  ## run every test
 	$(BIN)/python -m pytest -n 2
+
+smoke: $(VENV)/.installed  ## run every study at its smallest, to see that all parts work
+	rm -rf runs/smoke
+	$(BIN)/looplm study all --scale smoke --seeds 1 --out runs/smoke
 
 nightly: $(VENV)/.installed  ## what takes too long for every change: twenty kills at random moments
 	LOOPLM_KILLS=20 $(BIN)/python -m pytest tests/training/test_kill.py -s

@@ -89,13 +89,30 @@ def test_hazards_decide_and_the_blocks_that_run_are_counted(logit, policy, loops
     for block in engine.runner.backbone.core:
         block.register_forward_hook(lambda _, inputs, __: visits.append(inputs[0].shape[:-1].numel()))
     engine.submit([1, 2, 3], SamplingParams(max_tokens=9))
-    engine.tick()
-    assert visits == [16] * (4 * 2)  # the prompt: one block of 16 places, all loops, two layers
+    for _ in range(4):
+        engine.tick()
+    assert visits == [16] * (4 * 2)  # the prompt: one block of 16 places, a loop a tick, two layers
     while engine.busy:
         engine.tick()
     assert engine.stats.loops == 9 * loops
     assert engine.stats.core_steps == 8 * loops  # the first token is read from the prompt's own loops
     assert sum(visits[8:]) == engine.stats.core_steps * 2
+
+
+def test_a_prompt_goes_through_the_loop_beside_tokens_in_the_same_calls():
+    engine = Engine(ouro_like(), max_length=64)
+    engine.submit([1], SamplingParams(max_tokens=20))
+    for _ in range(4):
+        engine.tick()
+    sizes = []
+    for block in engine.runner.backbone.core:
+        block.register_forward_hook(lambda _, inputs, __: sizes.append(inputs[0].shape[0]))
+    engine.submit([2] * 17, SamplingParams(max_tokens=1))
+    engine.tick()
+    assert sizes == [1 + 2 * 16] * 2  # two layers, one loop of two blocks and of one token
+    for _ in range(4):
+        engine.tick()
+    assert sizes == [33] * 8 + [1] * 2
 
 
 def test_calls_per_token_do_not_grow_with_the_text():
@@ -202,11 +219,11 @@ def test_a_list_that_is_broken_off_leaves_nothing(worded, monkeypatch):
     (queued,) = engine.submit("to be", SamplingParams(max_tokens=9))
     steps, step = [], Runner.step
 
-    def interrupted(self, batch):
+    def interrupted(self, batch, blocks):
         steps.append(batch)
         if len(steps) == 9:
             raise KeyboardInterrupt
-        step(self, batch)
+        step(self, batch, blocks)
 
     monkeypatch.setattr(Runner, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -386,8 +403,8 @@ def test_the_block_left_to_grow_into_is_one_of_the_kv_policy():
     engine = Engine(ouro_like(dtype=torch.float32), kv="last", max_length=64, kv_bytes=6 * 2**12)
     params = SamplingParams(max_tokens=20)
     numbers = [engine.submit([number], params)[0] for number in (1, 2)]
-    engine.tick()
-    engine.tick()
+    for _ in range(5):
+        engine.tick()
     assert [row.request.number for row in engine.scheduler.rows] == numbers
     done = {event.number: event.completion for _ in range(200) for event in engine.tick() if event.completion}
     alone = [Engine(ouro_like(dtype=torch.float32), kv="last", max_length=64) for _ in numbers]
@@ -435,10 +452,10 @@ def test_out_of_memory_fails_the_request_that_needs_it(monkeypatch):
     model = ouro_like(dtype=torch.float32)
     step = Runner.step
 
-    def hungry(self, batch):
-        if 13 in batch.tokens:
+    def hungry(self, batch, blocks):
+        if batch is not None and 13 in batch.tokens:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        step(self, batch)
+        step(self, batch, blocks)
 
     engine = Engine(model, max_length=64)
     params = SamplingParams(max_tokens=6, logit_bias={13: -1e9})

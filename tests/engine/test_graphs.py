@@ -18,7 +18,7 @@ def recorded(engine):
         return work
 
     runner = engine.runner
-    runner.graphs = StepGraphs(runner._advance, runner._idle, capture)
+    runner.graphs = StepGraphs(lambda call: runner._advance([call]), runner._idle, capture)
     return engine
 
 

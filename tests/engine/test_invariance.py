@@ -75,7 +75,10 @@ def check_pages(engine: Engine) -> None:
         assert {page: count for page, count in enumerate(pages.users) if count and page > 1} == dict(users)
         assert sorted(pages._free) == [page for page, count in enumerate(pages.users) if count == 0]
     lanes = [lane.number for row in engine.scheduler.rows for lane in {*row.lanes, *row.behind}]
-    assert sorted([*lanes, *engine.scheduler._lanes]) == list(range(len(engine.runner.state) - 1))
+    assert sorted([*lanes, *engine.scheduler._lanes]) == list(range(engine.runner._nobody))
+    slots = [block.slot for block in engine.scheduler.filling] + engine.scheduler._slots
+    assert sorted(slots) == list(range(len(slots)))
+    assert {block.row for block in engine.scheduler.filling} <= set(engine.scheduler.rows)
 
 
 @pytest.mark.parametrize(

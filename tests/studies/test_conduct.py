@@ -63,9 +63,9 @@ class Toy(Study):
         return {"loops": (curves(lines, "loops", "accuracy"), "Accuracy by loops.")}
 
 
-def run(study, out, seeds=3):
+def run(study, out, seeds=3, again=False):
     console = Console(file=StringIO(), width=200)
-    return conduct(study, out, "smoke", seeds, 1, console), console.file.getvalue()
+    return conduct(study, out, "smoke", seeds, 1, again, console), console.file.getvalue()
 
 
 def test_a_study_is_run_once_and_recorded_with_means_ranges_and_verdicts(tmp_path):
@@ -87,6 +87,8 @@ def test_a_study_is_run_once_and_recorded_with_means_ranges_and_verdicts(tmp_pat
     run(Toy(), tmp_path)
     assert {path.read_text() for path in tmp_path.glob("*/seed*/runs")} == {"x"}
     assert len(list(tmp_path.glob("*/seed*/runs"))) == 6
+    run(Toy(), tmp_path, again=True)
+    assert {path.read_text() for path in tmp_path.glob("*/seed*/runs")} == {"xx"}
 
 
 def test_a_direction_within_the_range_of_seeds_does_not_hold(tmp_path):

@@ -57,6 +57,25 @@ def test_the_splits_never_meet_and_hops_are_even():
     assert all(900 < counts[hops] < 1100 for hops in (1, 2, 3, 4))
 
 
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_any_number_of_hops_is_asked_of_the_same_world(split):
+    task = Compose(held_out=0.3, split=split)
+    for hops in (3, 4, 9):
+        asked = [task.example(seed, hops) for seed in range(100)]
+        assert {example.difficulty for example in asked} == {hops}
+        assert all(follow(task, example.prompt) == example.answer for example in asked)
+        paths = [[int(word.strip("<er>")) for word in e.prompt.split("><")[:-1]] for e in asked]
+        assert all(task.is_held_out(start, tuple(path)) == (split == "test") for start, *path in paths)
+
+
+def test_what_is_always_trained_is_not_asked_of_the_test_split():
+    assert Compose().example(0, hops=1).difficulty == 1
+    with pytest.raises(ValueError, match="no test questions of hops=2"):
+        Compose(split="test").example(0, hops=2)
+    with pytest.raises(ValueError, match="no train questions of hops=0"):
+        Compose().example(0, hops=0)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

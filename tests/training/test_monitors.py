@@ -1,7 +1,6 @@
 """Monitors against slow plain references; alarms on models built to fail, and silence on a healthy one."""
 
 import math
-from itertools import combinations
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from looplm.training.monitors import (
     gradient_norms,
     measure_peak_flops,
     observe,
-    token_correlation,
     training_flops,
 )
 
@@ -97,19 +95,6 @@ def test_observed_exits_equal_products_of_sigmoids():
         assert seen[f"exit_loop{loop + 1}"] == pytest.approx(sum(p[loop] for p in pdfs) / 30, rel=1e-5)
     entropies = [-sum(x * math.log(x) for x in p) for p in pdfs]
     assert seen["exit_entropy"] == pytest.approx(sum(entropies) / 30, rel=1e-5)
-
-
-def test_token_correlation_is_the_mean_over_all_pairs():
-    def correlation(states):
-        return token_correlation(states, torch.ones(states.shape[:2], dtype=torch.bool))
-
-    states = torch.randn(2, 7, 5, dtype=torch.float64)
-    for row, found in zip(states, correlation(states), strict=True):
-        pairs = [F.cosine_similarity(row[i], row[j], dim=0) for i, j in combinations(range(7), 2)]
-        torch.testing.assert_close(found, torch.stack(pairs).mean())
-    assert correlation(torch.ones(1, 4, 3)).item() == pytest.approx(1.0)
-    assert correlation(torch.eye(4)[None]).item() == pytest.approx(0.0)
-    assert correlation(torch.tensor([[[2.0], [-3.0]]])).item() == pytest.approx(-1.0)
 
 
 def test_padding_counts_in_no_number():

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from looplm.models.exits import exit_loops
@@ -43,6 +44,16 @@ def exit_curve(
         mean_loops, accuracy = (float(weights @ values.double()) for values in (chosen, right))
         points.append(ExitPoint(mean_loops=mean_loops, accuracy=accuracy, q=q))
     return points
+
+
+def oracle_exits(correct: Tensor, stays: bool) -> Tensor:
+    """The loops [N] at which one who knows the answers would leave: the first of `correct` [N, T] that is right.
+
+    stays: right from there to the last loop, so that no accuracy is gained over all loops but by leaving early what is
+    wrong at the last. Where no loop will do, the first costs least.
+    """
+    good = correct.flip(-1).long().cumprod(-1).flip(-1) if stays else correct.long()
+    return torch.where(good.any(-1), good.argmax(-1) + 1, 1)
 
 
 def height_over_fixed(curve: Sequence[DepthPoint], fixed: Sequence[DepthPoint]) -> float:

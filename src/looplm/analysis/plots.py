@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from io import StringIO
 
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from looplm.analysis.exit_curve import DepthPoint
@@ -71,13 +72,14 @@ def loss_against_loops(curves: Mapping[str, Sequence[Mapping[str, float]]], fixe
 
 
 def against_speed(
-    lines: Mapping[str, Sequence[tuple[float, float]]], fixed: Sequence[tuple[float, float]], ylabel: str
+    lines: Mapping[str, Sequence[tuple[float, float]]], fixed: Sequence[tuple[float, float]], ylabel: str,
+    xlabel: str = "tokens per second",
 ) -> Figure:  # fmt: skip
     """`ylabel` against tokens a second: a line for each policy's thresholds, squares with their loops for fixed depths.
 
     The legend stands beside the axes, since lines may run anywhere; past the colours, lines are dashed.
     """
-    figure, axes = _figure("tokens per second", ylabel)
+    figure, axes = _figure(xlabel, ylabel)
     figure.set_size_inches(*_WIDE)
     axes.plot(*zip(*fixed, strict=True), "s:", color="0.35", label="fixed depth", markersize=8, zorder=3)
     for loops, point in enumerate(fixed, start=1):
@@ -100,12 +102,16 @@ def curves(
     figure, axes = _figure(xlabel, ylabel)
     for number, (name, seeds) in enumerate(lines.items()):
         xs = [x for x, _ in seeds[0]]
-        columns = list(zip(*([y for _, y in points] for points in seeds), strict=True))
+        columns = _columns(seeds)
         colour, style = COLOURS[number % len(COLOURS)], "o-" if number < len(COLOURS) else "^--"
         axes.plot(xs, [sum(ys) / len(ys) for ys in columns], style, color=colour, label=name, markersize=3.5)
         axes.fill_between(xs, [min(ys) for ys in columns], [max(ys) for ys in columns], color=colour, alpha=0.18, lw=0)
     if log_x:
         axes.set_xscale("log")
+        places = sorted({x for seeds in lines.values() for x, _ in seeds[0]})
+        if len(places) <= 10:
+            axes.set_xticks(places, [f"{place:g}" for place in places])
+            axes.minorticks_off()
     if log_y:
         axes.set_yscale("log")
     if len(lines) > 4:
@@ -116,12 +122,86 @@ def curves(
     return figure
 
 
+def histogram(bars: Mapping[str, Sequence[Sequence[tuple[float, float]]]], xlabel: str, ylabel: str) -> Figure:
+    """Bars side by side for each name: the means over its seeds' points (x, y), all at the same whole x.
+
+    Empty x at the right end are left out; a line marks each mean x.
+    """
+    figure, axes = _figure(xlabel, ylabel)
+    heights = {name: [sum(ys) / len(ys) for ys in _columns(seeds)] for name, seeds in bars.items()}
+    xs = [x for x, _ in next(iter(bars.values()))[0]]
+    last = max(x for ys in heights.values() for x, y in zip(xs, ys, strict=True) if y > 0)
+    width = 0.9 / len(bars)
+    for number, (colour, (name, ys)) in enumerate(zip(COLOURS, heights.items(), strict=False)):
+        places = [x + (number - (len(bars) - 1) / 2) * width for x in xs]
+        axes.bar(places, ys, width, color=colour, label=name)
+        mean = sum(x * y for x, y in zip(xs, ys, strict=True)) / sum(ys)
+        axes.axvline(mean, color=colour, linestyle="--", linewidth=1)
+    axes.set_axisbelow(True)
+    axes.set_xlim(xs[0] - 1, last + 1)
+    axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def dots(points: Mapping[str, Mapping[str, Sequence[float]]], xlabel: str, ylabel: str) -> Figure:
+    """One colour a name: a dot at the mean over seeds of every category, with a bar from lowest to highest.
+
+    Names stand side by side in each category; all have the same categories, in one order.
+    """
+    figure, axes = _figure(xlabel, ylabel)
+    categories = list(next(iter(points.values())))
+    for number, (colour, (name, held)) in enumerate(zip(COLOURS, points.items(), strict=False)):
+        places = [place + 0.18 * (number - (len(points) - 1) / 2) for place in range(len(categories))]
+        seeds = [held[category] for category in categories]
+        means = [sum(values) / len(values) for values in seeds]
+        axes.vlines(places, [min(values) for values in seeds], [max(values) for values in seeds], color=colour)
+        axes.plot(places, means, "o", color=colour, label=name)
+    axes.set_xticks(range(len(categories)), categories)
+    axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def heat_map(
+    rows: Sequence[Sequence[float]], names: Sequence[str], xlabel: str, label: str, first: int = 1
+) -> Figure:  # fmt: skip
+    """A row of colours a name, over columns `first`, `first` + 1, ...; colours by the logarithm, down to 1e-6."""
+    figure, axes = _figure(xlabel, "")
+    figure.set_size_inches(_WIDE[0], 1.2 + 0.19 * len(rows))
+    floored = [[max(value, 1e-6) for value in row] for row in rows]
+    edges = (first - 0.5, first + len(rows[0]) - 0.5, len(rows) - 0.5, -0.5)
+    image = axes.imshow(floored, aspect="auto", cmap="viridis", norm=LogNorm(), extent=edges, interpolation="nearest")
+    axes.set_yticks(range(len(names)), [name.replace("$", r"\$") for name in names], fontsize=7, family="monospace")
+    axes.grid(visible=False)
+    figure.colorbar(image, ax=axes, label=label)
+    return figure
+
+
+def paths(lines: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
+    """Paths through a plane side by side, from light to dark; a ring at the start, a square at the end."""
+    figure = Figure(figsize=(2.9 * len(lines), 3.1), layout="constrained")
+    for axes, (name, points) in zip(figure.subplots(1, len(lines), squeeze=False)[0], lines.items(), strict=True):
+        xs, ys = zip(*points, strict=True)
+        axes.plot(xs, ys, color="0.75", linewidth=0.8, zorder=1)
+        axes.scatter(xs, ys, c=range(len(xs)), cmap="viridis_r", s=14, zorder=2)
+        axes.plot(xs[0], ys[0], "o", color="none", markeredgecolor=COLOURS[1], markersize=10, zorder=3)
+        axes.plot(xs[-1], ys[-1], "s", color="none", markeredgecolor=COLOURS[1], markersize=10, zorder=3)
+        axes.set_title(name, fontsize=10)
+        axes.tick_params(labelsize=7)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
 def as_svg(figure: Figure) -> str:
     """The figure as an SVG element that scales to its container."""
     buffer = StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     svg = buffer.getvalue()
     return svg[svg.index("<svg") :]
+
+
+def _columns(seeds: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, ...]]:
+    """For every x the y of all seeds."""
+    return list(zip(*([y for _, y in points] for points in seeds), strict=True))
 
 
 def _figure(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:

@@ -25,6 +25,7 @@ _EXTRAS = {
     "peft": "lora",
     "datasets": "data",
     "matplotlib": "studies",
+    "scipy": "studies",
 }
 
 

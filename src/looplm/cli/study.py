@@ -22,6 +22,7 @@ def study(
         "runs/study"
     ),
     processes: Annotated[int, typer.Option(min=1, help="Runs at a time, one thread each.")] = 2,
+    remeasure: Annotated[bool, typer.Option(help="Measure finished runs again, without training.")] = False,
 ) -> None:
     """Run a study, or resume it, and write its numbers, figures and page under OUT."""
     from looplm.studies.catalogue import STUDIES
@@ -39,8 +40,12 @@ def study(
         folder = out / chosen / scale
         if chosen == _PIPELINE:
             _pipeline(folder, scale, console)
-        else:
-            conduct(STUDIES[chosen], folder, scale, seeds, processes, console)
+            continue
+        try:
+            conduct(STUDIES[chosen], folder, scale, seeds, processes, remeasure, console)
+        except KeyboardInterrupt:
+            console.print(f"stopped in {chosen}; the same command resumes", highlight=False)
+            raise typer.Exit(INTERRUPTED) from None
 
 
 def _pipeline(folder: Path, scale: str, console: Console) -> None:

@@ -15,7 +15,6 @@ from looplm.engine.criteria import (
     StepBelow,
 )
 from looplm.engine.engine import Engine
-from looplm.engine.flight import Stats
 from looplm.engine.intake import Options
 from looplm.engine.kv_policies import AdjacentKV, AveragedKV, FirstKV, FullKV, KVPolicy, RingKV
 from looplm.engine.parallel import ParallelSampler, ParallelSettings
@@ -23,6 +22,7 @@ from looplm.engine.policies import AnyOf, DepthPolicy, ExitCDF, FixedLoops, Gate
 from looplm.engine.requests import Completion, Request, TokenEvent
 from looplm.engine.sampling import SamplingParams
 from looplm.engine.speculation import Speculation
+from looplm.engine.stats import Stats
 
 __all__ = [
     "AdjacentKV",

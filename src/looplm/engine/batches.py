@@ -10,7 +10,7 @@ import numpy as np
 
 from looplm.engine.memory import Memory
 from looplm.engine.pages import BLANK, SCRATCH
-from looplm.engine.requests import Lane, Row
+from looplm.engine.requests import Lane, PromptBlock
 from looplm.engine.store import PAGE
 
 
@@ -63,27 +63,30 @@ class LaneBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockBatch:
-    """Blocks of prompts, PAGE tokens each, for a prefill of `loops` loops.
+    """Blocks of prompts, PAGE tokens each, in one call.
 
-    tokens, positions: [N, PAGE] · core: [loops, N, P], boundary: [N, P], the pages of each block's row, its own at
-    index positions // PAGE · seeds: [N], of the start state · ends: (block, offset) of the tokens whose states count.
+    slots: [N], where each keeps its tokens' states · tokens, positions: [N, PAGE] · loops: [N], which each is to do
+    core, boundary: [N, P], the pages of each block's row at that loop, its own at index positions // PAGE
+    seeds: [N], of the start state.
     """
 
+    slots: np.ndarray
     tokens: np.ndarray
     positions: np.ndarray
+    loops: np.ndarray
     core: np.ndarray
     boundary: np.ndarray
     seeds: np.ndarray
-    loops: int
-    ends: Sequence[tuple[int, int]]
+
+    def __len__(self) -> int:
+        return len(self.slots)
 
     def take(self, number: int) -> "BlockBatch":
         """One of the blocks, as a batch."""
         only = slice(number, number + 1)
         return BlockBatch(
-            tokens=self.tokens[only], positions=self.positions[only], core=self.core[:, only],
-            boundary=self.boundary[only], seeds=self.seeds[only], loops=self.loops,
-            ends=[(0, offset) for block, offset in self.ends if block == number],
+            slots=self.slots[only], tokens=self.tokens[only], positions=self.positions[only], loops=self.loops[only],
+            core=self.core[only], boundary=self.boundary[only], seeds=self.seeds[only],
         )  # fmt: skip
 
 
@@ -105,24 +108,25 @@ def lane_batch(lanes: Sequence[Lane], memory: Memory) -> LaneBatch:
     )
 
 
-def block_batch(blocks: Sequence[tuple[Row, int]], loops: int, memory: Memory) -> BlockBatch:
-    """Blocks of prompts; `ends` are those that end one."""
+def block_batch(blocks: Sequence[PromptBlock], memory: Memory) -> BlockBatch:
+    """Blocks of prompts at the loop that they are about to do; the last one's pages where they have done all."""
     tokens = np.zeros((len(blocks), PAGE), dtype=np.int64)
-    ends = []
-    for place, (row, block) in enumerate(blocks):
-        piece = row.request.prompt[block * PAGE : (block + 1) * PAGE]
-        tokens[place, : len(piece)] = piece
-        if block + 1 == row.prompt_blocks:
-            ends.append((place, len(piece) - 1))
-    numbers = np.array([row.number for row, _ in blocks])
-    first = np.array([block for _, block in blocks]) * PAGE
-    pages = int(first.max()) // PAGE + 1
+    for place, block in enumerate(blocks):
+        tokens[place, : len(block.tokens)] = block.tokens
+    slots, rows, indices, loops, seeds = np.array(
+        [
+            (block.slot, block.row.number, block.index, min(block.loop + 1, block.last), block.row.request.state_seed)
+            for block in blocks
+        ],
+        dtype=np.int64,
+    ).T
+    pages = int(indices.max()) + 1
     return BlockBatch(
+        slots=slots,
         tokens=tokens,
-        positions=first[:, None] + np.arange(PAGE),
-        core=memory.core_tables[numbers, :loops, :pages].swapaxes(0, 1),
-        boundary=memory.boundary_tables[numbers, : pages if memory.has_boundary else 0],
-        seeds=np.array([row.request.state_seed for row, _ in blocks]),
+        positions=indices[:, None] * PAGE + np.arange(PAGE),
         loops=loops,
-        ends=ends,
+        core=memory.core_tables[rows, loops - 1, :pages],
+        boundary=memory.boundary_tables[rows, : pages if memory.has_boundary else 0],
+        seeds=seeds,
     )

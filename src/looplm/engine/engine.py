@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from looplm.engine.compiled import is_installed
-from looplm.engine.flight import Flight, Stats
+from looplm.engine.flight import Flight
 from looplm.engine.graphs import cuda_graph
 from looplm.engine.intake import Intake, Options, Prompt
 from looplm.engine.kv_policies import KVPolicy, kv_policy, recomputes
@@ -19,6 +19,7 @@ from looplm.engine.runner import Runner
 from looplm.engine.sampling import SamplingParams
 from looplm.engine.scheduler import Scheduler
 from looplm.engine.speculation import Speculation, check_speculation
+from looplm.engine.stats import Stats
 from looplm.engine.store import PAGE
 from looplm.models import LoopLMForCausalLM
 from looplm.models.tokens import end_token_ids
@@ -34,7 +35,7 @@ class Engine:
         loops: the most that any request may ask for; the model's own by default.
         max_rows: requests in the loop at once · max_length: tokens of prompt and completion at most.
         kv_bytes: what keys and values may take.
-        prefill_tokens: of prompts in one tick, so that long ones do not hold up the others.
+        prefill_tokens: of prompts in the loop at once, so that long ones do not hold up the others.
         min_readout: how many tokens wait for coda and head together, as long as others are in the loop.
         deterministic: computes calls of exactly 16 rows, so that on CPU a request's tokens and loops are bit-equal
             whatever runs beside it; else they may differ at near-ties, which `stats` counts.
@@ -69,10 +70,11 @@ class Engine:
         # What may be recomputed keeps its state, one for each token.
         lanes = max_rows * (max_length if recomputes(policy) else width)
         memory = Memory(model.config, model.lm_head.weight, policy, loops, max_rows, max_length, kv_bytes)
-        self.memory, self.scheduler = memory, Scheduler(memory, max_rows, width, lanes)
+        blocks = max(1, prefill_tokens // PAGE)
+        self.memory, self.scheduler = memory, Scheduler(memory, max_rows, width, lanes, blocks)
         self._model = model
         self.runner = Runner(
-            model, lanes, max_length, memory.core, memory.boundary, policy, deterministic,
+            model, lanes, blocks, max_length, memory.core, memory.boundary, policy, deterministic,
             capture=cuda_graph if cuda_graphs else None, fast=_compiles(model, compiled, deterministic),
         )  # fmt: skip
         self.intake = Intake(
@@ -81,10 +83,9 @@ class Engine:
             ends=frozenset(end_token_ids(model, None if tokenizer is None else tokenizer.eos_token_id)),
         )  # fmt: skip
         self.intake.check_depth(depth)
-        blocks = max(1, prefill_tokens // PAGE)
         self._kept: list[TokenEvent] = []
         self._claimed: set[int] = set()  # requests that streams and lists report themselves
-        self._flight = Flight(memory, self.scheduler, self.runner, speculate, blocks, min_readout)
+        self._flight = Flight(memory, self.scheduler, self.runner, speculate, min_readout)
 
     @property
     def stats(self) -> Stats:

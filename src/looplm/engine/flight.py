@@ -1,66 +1,44 @@
-"""Everything in flight, tick by tick: admit, prefill, enter, step, leave, read out."""
+"""Everything in flight, tick by tick: admit, begin prompts, enter, step, leave, read out."""
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from looplm.engine.batches import LaneBatch, block_batch, lane_batch
 from looplm.engine.decisions import Decisions
 from looplm.engine.kv_policies import recomputes, slots_to_fill
 from looplm.engine.memory import Memory
-from looplm.engine.requests import Choice, FinishReason, Lane, Row, TokenEvent
-from looplm.engine.runner import PromptEnds, Runner
+from looplm.engine.requests import Choice, FinishReason, Lane, PromptBlock, Row, TokenEvent
+from looplm.engine.runner import Runner
 from looplm.engine.sampling import best_alternatives, choose
-from looplm.engine.scheduler import Block, Scheduler, catching_up, full_blocks, looping, readable
+from looplm.engine.scheduler import Scheduler, catching_up, full_blocks, looping, readable
 from looplm.engine.speculation import RowAcceptance, Speculation, TickCost
+from looplm.engine.stats import Stats
 from looplm.engine.store import PAGE
 
 NEAR_TIE = 1e-4  # a lead of the best logit under which rounding may choose
 Item = TypeVar("Item")
 
 
-@dataclass(kw_only=True)
-class Stats:
-    """Counts since the engine began.
-
-    ticks: those with a core step · core_steps: applications of the core to one token; times its layers, of blocks
-    loops: of the tokens made · near_ties: greedy choices by a lead below 1e-4
-    proposed: tokens that were proposed before they were final, agreed: rightly, the first time · rejected: tokens that
-        had entered and were replaced.
-    """
-
-    ticks: int = 0
-    core_steps: int = 0
-    prefill_tokens: int = 0
-    reused_tokens: int = 0
-    tokens: int = 0
-    loops: int = 0
-    near_ties: int = 0
-    proposed: int = 0
-    agreed: int = 0
-    rejected: int = 0
-
-
 class Flight:
     """The phases of a tick, over parts that the engine has built.
 
-    prefill_blocks: of prompts in one tick · min_readout: tokens that wait for one another before they are read out.
+    min_readout: tokens that wait for one another before they are read out.
     """
 
     def __init__(
-        self, memory: Memory, scheduler: Scheduler, runner: Runner, speculate: Speculation | None,
-        prefill_blocks: int, min_readout: int,
-    ) -> None:  # fmt: skip
+        self, memory: Memory, scheduler: Scheduler, runner: Runner, speculate: Speculation | None, min_readout: int
+    ) -> None:
         self.memory, self.scheduler, self.runner = memory, scheduler, runner
         self.policy, self.width = memory.policy, scheduler.width
         self.decisions = Decisions(runner, memory.loops)
         self.speculate = speculate
-        self.prefill_blocks, self.min_readout = prefill_blocks, min_readout
+        self.min_readout = min_readout
         self.coda = runner.config.coda_layers > 0
         self.stats, self.cost = Stats(), TickCost()
         self.events: list[TokenEvent] = []
@@ -69,7 +47,7 @@ class Flight:
     def tick(self) -> list[TokenEvent]:
         """One core step of everything in flight, and what came of it."""
         self._admit()
-        self._prefill()
+        self._begin_blocks()
         began = time.perf_counter()
         self._enter()
         lanes = self._step()
@@ -84,39 +62,62 @@ class Flight:
     def _admit(self) -> None:
         self.stats.reused_tokens += PAGE * sum(row.prefilled for row in self.scheduler.admit())
 
-    def _prefill(self) -> None:
-        for loops, blocks in self.scheduler.prompt_blocks(self.prefill_blocks).items():
-            self._attempt(blocks, lambda part, loops=loops: self._prefill_blocks(part, loops), lambda block: block[0])
+    def _begin_blocks(self) -> None:
+        new = self.scheduler.begin_blocks()
+        if new:
+            self._attempt(new, lambda blocks: self.runner.enter_blocks(block_batch(blocks, self.memory)), _row_of)
+            self._note_ends([block for block in new if block in self.scheduler.filling])
 
-    def _prefill_blocks(self, blocks: Sequence[Block], loops: int) -> None:
-        ends = self.runner.prefill(block_batch(blocks, loops, self.memory))
-        finished = []
-        for row, block in blocks:
-            row.prefilled = block + 1
-            self.stats.prefill_tokens += min(PAGE, len(row.request.prompt) - block * PAGE)
-            if row.prefilled == row.prompt_blocks:
-                finished.append(row)
-        if not finished:
-            return
-        lanes = [self.scheduler.lane(row, row.request.prompt[-1], len(row.request.prompt) - 1) for row in finished]
-        for row, lane in zip(finished, lanes, strict=True):
-            row.lanes.append(lane)
+    def _note_ends(self, blocks: Sequence[PromptBlock]) -> None:
+        """Keep the states of prompts' last tokens, from which each loop's exit is decided when all are done."""
+        ends = [block for block in blocks if block.ends]
+        if ends:
+            _, states = self.runner.block_states([_end(block) for block in ends])
+            for block, state in zip(ends, states, strict=True):
+                block.states.append(state)
+
+    def _end_blocks(self, blocks: Sequence[PromptBlock]) -> None:
+        """Blocks that have done all loops; the last tokens of whole prompts become lanes that have left."""
+        if self.coda:
+            self._attempt(blocks, lambda part: self.runner.read_blocks(block_batch(part, self.memory)), _row_of)
+        blocks = [block for block in blocks if block in self.scheduler.filling]
+        for block in blocks:
+            block.row.prefilled += 1
+            self.stats.prefill_tokens += len(block.tokens)
+        ends = [block for block in blocks if block.ends]
+        if ends:
+            self._end_prompts(ends)
+        self.scheduler.end_blocks(block for block in blocks if block in self.scheduler.filling)
+
+    def _end_prompts(self, ends: Sequence[PromptBlock]) -> None:
+        inputs, _ = self.runner.block_states([_end(block) for block in ends])
+        lanes = []
+        for block in ends:
+            row, prompt = block.row, block.row.request.prompt
+            lane = self.scheduler.lane(row, prompt[-1], len(prompt) - 1)
             lane.entered = True
-        self._leave_prompt(lanes, ends, loops)
+            row.lanes.append(lane)
+            lanes.append(lane)
+        by_depth: dict[int, list[int]] = {}
+        for place, block in enumerate(ends):
+            by_depth.setdefault(block.last, []).append(place)
+        for loops, places in by_depth.items():
+            states = torch.stack([torch.stack(ends[place].states) for place in places])
+            self._leave_prompt([lanes[place] for place in places], inputs[places], states, loops)
         for row in self._finite(lanes):
             self.memory.remember(row, full_blocks(row))
             self.memory.fold(row)
 
-    def _leave_prompt(self, lanes: Sequence[Lane], ends: PromptEnds, loops: int) -> None:
-        """The prompts' last tokens have done all loops; each is left with the state that its policy picks."""
+    def _leave_prompt(self, lanes: Sequence[Lane], inputs: Tensor, states: Tensor, loops: int) -> None:
+        """Last tokens of prompts have done all loops; each is left with the state [loops + 1, D] its policy picks."""
         runner = self.runner
         numbers = torch.tensor([lane.number for lane in lanes], device=runner.device)
-        runner.inputs[numbers] = ends.inputs
+        runner.inputs[numbers] = inputs
         still = list(range(len(lanes)))
         for loop in range(1, loops + 1):
             here = [lanes[index] for index in still]
             at = numbers[still]
-            runner.before[at], runner.state[at] = ends.states[still, loop - 1], ends.states[still, loop]
+            runner.before[at], runner.state[at] = states[still, loop - 1], states[still, loop]
             for lane in here:
                 lane.loop = loop
             for lane in self.decisions.leaving(here, self._batch):
@@ -141,21 +142,32 @@ class Flight:
             lane.entered = True
 
     def _step(self) -> int:
-        """How many lanes there were."""
-        lanes = looping(self.scheduler.rows)
-        if not lanes:
+        """How many lanes there were, and nothing else with them."""
+        lanes, blocks = looping(self.scheduler.rows), list(self.scheduler.filling)
+        if not lanes and not blocks:
             return 0
-        self.stats.ticks += 1
-        self._attempt(lanes, self._step_lanes, _row_of)
+        self.stats.ticks += bool(lanes)
+        self._attempt([*lanes, *blocks], self._step_all, _row_of)
         stepped = [lane for lane in lanes if not lane.dropped]
-        self._attempt(stepped, self._let_leave, _row_of)
+        if stepped:
+            self._attempt(stepped, self._let_leave, _row_of)
         # What is not a number stays so until it leaves.
         self._finite([lane for lane in stepped if lane.left and not lane.dropped])
-        return len(lanes)
+        done = [block for block in self.scheduler.filling if block.loop == block.last]
+        if done:
+            self._end_blocks(done)
+        return 0 if blocks else len(lanes)  # a tick with prompts in it says nothing of what lanes cost
 
-    def _step_lanes(self, lanes: Sequence[Lane]) -> None:
+    def _step_all(self, items: Sequence[Lane | PromptBlock]) -> None:
+        lanes = [item for item in items if isinstance(item, Lane)]
+        blocks = [item for item in items if isinstance(item, PromptBlock)]
         behind = catching_up(lanes)
-        self.runner.step(self._batch([*lanes, *behind]))
+        self.runner.step(
+            self._batch([*lanes, *behind]) if lanes else None, block_batch(blocks, self.memory) if blocks else None
+        )
+        for block in blocks:
+            block.loop += 1
+        self._note_ends(blocks)
         self.stats.core_steps += len(lanes) + len(behind)
         for lane in (*lanes, *behind):
             lane.loop += 1
@@ -192,7 +204,8 @@ class Flight:
         """Choose the tokens that follow lanes which have left, and propose those that follow others."""
         rows = self.scheduler.rows
         leaving = [lane for row in rows for lane in readable(row, in_order=self.coda)]
-        if len(leaving) < self.min_readout and (looping(rows) or self.scheduler.entering):
+        busy = looping(rows) or self.scheduler.entering or self.scheduler.filling
+        if len(leaving) < self.min_readout and busy:
             leaving = []
         proposing = [lane for row in rows for lane in self._proposing(row)]
         if leaving or proposing:
@@ -352,8 +365,13 @@ class Flight:
                     self._attempt(alive, work, row_of)
 
 
-def _row_of(lane: Lane) -> Row:
-    return lane.row
+def _row_of(item: Lane | PromptBlock) -> Row:
+    return item.row
+
+
+def _end(block: PromptBlock) -> tuple[int, int]:
+    """Where the states of a prompt's last token are kept."""
+    return block.slot, len(block.tokens) - 1
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

@@ -7,20 +7,36 @@ import torch
 from torch import Tensor
 
 from looplm.engine.store import Places
+from looplm.models.rotary import Tables
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Where:
+    """What follows from positions alone, for a call of flat tokens [T]."""
+
+    positions: Tensor
+    rotary: Tables
+    mask: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class CoreCall:
-    """What one core step takes: the lanes' numbers, loops, positions and start seeds [N], and where they lie."""
+    """What one core step takes: the lanes' numbers, loops, positions and start seeds [T], and where they lie.
+
+    where: what follows from the positions, if it is known already · decodes: whether they are single tokens, after
+        their prompts.
+    """
 
     lanes: Tensor
     loops: Tensor
     positions: Tensor
     seeds: Tensor
     places: Places
+    where: Where | None = None
+    decodes: bool = True
 
     @property
     def tensors(self) -> list[Tensor]:

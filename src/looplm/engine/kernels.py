@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from looplm.engine.compiled import compiled
-from looplm.engine.store import PAGE, PagedContext
+from looplm.engine.store import PAGE, PagedContext, Part
 from looplm.models import LoopLMConfig, LoopLMForCausalLM
 from looplm.models.backbone import LoopLMModel
 from looplm.models.block import Attention, Block, ResidualNorms
@@ -142,27 +142,35 @@ class PagedAttention:
     def __call__(self, x: Tensor, layer: int, context: PagedContext) -> Tensor:
         """x [T, D] -> [T, D]; keys and values go to the context's pages, and all of their rows' come back."""
         heads = self.qkv(x).contiguous().view(x.shape[0], -1, self.head_dim)
-        self._turn(heads[:, : self.heads + self.groups], context)
-        seen = context.pages.exchange(heads[:, self.heads :], layer)
-        key, value = seen.transpose(1, 2).chunk(2, dim=1)
-        query = heads[:, : self.heads].view(context.blocks, -1, self.heads, self.head_dim).transpose(1, 2)
-        found = F.scaled_dot_product_attention(
-            query, key, value, context.mask, scale=self.scaling, enable_gqa=self.heads > self.groups
-        )
-        return self.out(found.transpose(1, 2).reshape(x.shape[0], -1))
+        if len(context.parts) == 1:
+            return self.out(self.attend(heads, layer, context.parts[0]))
+        sizes = [len(part.positions) for part in context.parts]
+        pieces = zip(heads.split(sizes), context.parts, strict=True)
+        return self.out(torch.cat([self.attend(piece, layer, part) for piece, part in pieces]))
 
-    def _turn(self, heads: Tensor, context: PagedContext) -> None:
+    def attend(self, heads: Tensor, layer: int, part: Part) -> Tensor:
+        """Queries, keys, values [T, H + 2 G, head_dim] of one part, turned in place -> [T, H * head_dim]."""
+        self._turn(heads[:, : self.heads + self.groups], part)
+        seen = part.pages.exchange(heads[:, self.heads :], layer)
+        key, value = seen.transpose(1, 2).chunk(2, dim=1)
+        query = heads[:, : self.heads].view(part.blocks, -1, self.heads, self.head_dim).transpose(1, 2)
+        found = F.scaled_dot_product_attention(
+            query, key, value, part.mask, scale=self.scaling, enable_gqa=self.heads > self.groups
+        )
+        return found.transpose(1, 2).reshape(len(heads), -1)
+
+    def _turn(self, heads: Tensor, part: Part) -> None:
         """Norm and rotate queries and keys [T, H + G, head_dim] in place."""
         if self.norms is not None:
             query, key = heads.split([self.heads, self.groups], dim=1)
             query.copy_(self.norms[0](query))
             key.copy_(self.norms[1](key))
         if self.rotate is rotate_halves:
-            cos, sin = context.rotary
+            cos, sin = part.rotary
             swapped = heads.view(*heads.shape[:2], 2, self.head_dim // 2).flip(2).view_as(heads)
             torch.addcmul(heads * cos, swapped, sin, out=heads)
         else:
-            heads.copy_(self.rotate(heads, context.rotary))
+            heads.copy_(self.rotate(heads, part.rotary))
 
 
 class CompiledAttention(PagedAttention):
@@ -172,20 +180,18 @@ class CompiledAttention(PagedAttention):
         super().__init__(source)
         self.loops = compiled()
 
-    def __call__(self, x: Tensor, layer: int, context: PagedContext) -> Tensor:
-        """x [T, D] -> [T, D]."""
-        assert context.mask is not None
-        keys = context.blocks * context.mask.shape[-1]
-        if context.blocks < x.shape[0] or keys > FEW_KEYS or context.pages.sharing is not None:
-            return super().__call__(x, layer, context)
-        heads = self.qkv(x).contiguous().view(x.shape[0], -1, self.head_dim)
-        out = torch.empty(x.shape[0], self.heads, self.head_dim)
-        tokens, places = context.pages.place(layer)
-        (cos, sin, positions), (write, tables) = context.arrays, places.arrays
+    def attend(self, heads: Tensor, layer: int, part: Part) -> Tensor:
+        """As there."""
+        keys = part.blocks * part.mask.shape[-1]
+        if part.blocks < len(heads) or keys > FEW_KEYS or part.pages.sharing is not None:
+            return super().attend(heads, layer, part)
+        out = torch.empty(len(heads), self.heads, self.head_dim)
+        tokens, places = part.pages.place(layer)
+        (cos, sin, positions), (write, tables) = part.arrays, places.arrays
         self.loops.attend(
             heads.numpy(), cos, sin, tokens.numpy(), write, tables, positions, PAGE, self.scaling, out.numpy()
         )  # fmt: skip
-        return self.out(out.view(x.shape[0], -1))
+        return out.view(len(heads), -1)
 
 
 class OneProductSwiGLU:

@@ -81,7 +81,7 @@ class Memory:
             return False
         for _ in range(new):
             self._append(row, self._take(loops))
-        row.prefilled = len(found)
+        row.begun = row.prefilled = len(found)
         return True
 
     def grow(self, row: Row) -> bool:
@@ -125,7 +125,7 @@ class Memory:
         for block in row.blocks:
             self.core_pages.release(block.core)
             self.boundary_pages.release(block.boundary)
-        row.blocks, row.prefilled = [], 0
+        row.blocks, row.begun, row.prefilled = [], 0, 0
         self._blank(row)
 
     def root(self, row: Row) -> tuple[int, KVPolicy, int]:

@@ -122,11 +122,42 @@ class Lane:
 
 
 @dataclass(kw_only=True, eq=False)
+class PromptBlock:
+    """A block of a row's prompt on its way through the loop, all loops of it.
+
+    index: which block of the prompt · slot: where its tokens' states are kept · loop: loops that it has done
+    states: those [D] of the prompt's last token, before and after every loop, if it is in this block.
+    """
+
+    row: "Row"
+    index: int
+    slot: int
+    loop: int = 0
+    states: list[Tensor] = field(default_factory=list)
+
+    @property
+    def last(self) -> int:
+        """The loops that it is to do."""
+        return self.row.request.loops
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Its tokens, PAGE of them or, in a prompt's last block, fewer."""
+        return self.row.request.prompt[self.index * PAGE : (self.index + 1) * PAGE]
+
+    @property
+    def ends(self) -> bool:
+        """Whether the prompt's last token is in it."""
+        return self.index + 1 == self.row.prompt_blocks
+
+
+@dataclass(kw_only=True, eq=False)
 class Row:
     """A request in the engine: tokens so far, pages, and lanes.
 
     number: its place in the page tables, -1 while it waits · blocks: pages in order of position
     weights: the memory's count of the model's weights when it came in
+    begun, prefilled: blocks of the prompt that are in the loop or have been, and that are done
     made, loops, ...: what is known of the completion; `done` tokens of it lie before the head lane, and after a
         preemption the rest is made anew, as it was.
     """
@@ -136,6 +167,7 @@ class Row:
     weights: int = 0
     text: TextBuilder | None = None
     blocks: list[Block] = field(default_factory=list)
+    begun: int = 0
     prefilled: int = 0
     made: list[int] = field(default_factory=list)
     loops: list[int] = field(default_factory=list)

@@ -3,58 +3,41 @@
 Shapes: N lanes or blocks, S tokens of a block (1 in decoding), P pages a row, D width, V vocabulary.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from looplm.engine.batches import BlockBatch, LaneBatch
-from looplm.engine.graphs import Capture, CoreCall, StepGraphs, bucket
+from looplm.engine.graphs import Capture, CoreCall, StepGraphs, Where, bucket
 from looplm.engine.kernels import Projection, for_decoding
 from looplm.engine.kv_policies import KVPolicy
 from looplm.engine.pages import SCRATCH
-from looplm.engine.store import PAGE, PagedContext, PagedStore, Places, Pool
+from looplm.engine.store import PAGE, PagedContext, PagedStore, Part, Places, Pool
 from looplm.models import LoopLMForCausalLM
 from looplm.models.context import LoopContext, NoStore
-from looplm.models.rotary import Tables, rotary_tables
+from looplm.models.rotary import rotary_tables
 
 ROWS = 16  # rows of a call in deterministic mode: a CPU's matrix products sum in an order that depends on their number
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptEnds:
-    """Of the last tokens of E prompts: inputs [E, D], and the states before and after every loop [E, loops + 1, D]."""
-
-    inputs: Tensor
-    states: Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Where:
-    """What follows from positions alone, for a call of flat tokens [T]."""
-
-    positions: Tensor
-    rotary: Tables
-    mask: Tensor
 
 
 class Runner:
     """Lanes' tensors, and the verbs on them, for callers in inference mode.
 
-    Lane `num_lanes` is nobody's: padding works on it.
+    Lane `num_lanes` is nobody's: padding works on it. After it, every slot of a prompt's block has PAGE lanes.
     """
 
     def __init__(
-        self, model: LoopLMForCausalLM, num_lanes: int, max_length: int, core: Pool, boundary: Pool,
+        self, model: LoopLMForCausalLM, num_lanes: int, num_blocks: int, max_length: int, core: Pool, boundary: Pool,
         policy: KVPolicy, deterministic: bool, capture: Capture | None = None, fast: bool = False,
     ) -> None:  # fmt: skip
         config = self.config = model.config
         self.core, self.boundary, self.policy = core, boundary, policy
         self.deterministic = deterministic
         self.device, self.dtype = model.device, model.dtype
-        shape = (num_lanes + 1, config.hidden_size)
+        shape = (num_lanes + 1 + num_blocks * PAGE, config.hidden_size)
         self.state, self.before, self.inputs = (
             torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(3)
         )
@@ -66,7 +49,7 @@ class Runner:
             torch.tensor(bias, dtype=self.dtype, device=self.device) for bias in (0.0, -torch.inf)
         )
         self._nobody, self._first_layer, self._core_layers = num_lanes, config.prelude_layers, config.core_layers
-        self._last_where: tuple[object, _Where] | None = None
+        self._last_where: dict[int, tuple[object, Where]] = {}
         self._capture, self._fast, self._read = capture, fast, list[int]()
         self.read_weights(model)
 
@@ -82,44 +65,81 @@ class Runner:
             return
         self.backbone, self.head = for_decoding(model, self._fast), Projection(model.lm_head.weight, model.lm_head.bias)
         self._read = _addresses(model)
-        self.graphs = None if self._capture is None else StepGraphs(self._advance, self._idle, self._capture)
+        self.graphs = (
+            None if self._capture is None else StepGraphs(lambda call: self._advance([call]), self._idle, self._capture)
+        )
 
-    # Decoding -------------------------------------------------------------------------------------------------
+    # Tokens and prompts in the loop ---------------------------------------------------------------------------
 
     def enter(self, batch: LaneBatch, starts: Tensor | None = None) -> None:
         """Embed the lanes' tokens, through the prelude: their inputs and start states (`starts` [N, D], if given)."""
         for part, rows in self._parts(batch):
-            context, lanes = self._edge_context(part), self._tensor(part.lanes)
-            inputs = self.backbone.embed(self._embedded(part.tokens), context)
-            given = None if starts is None else _given(starts[rows.start : rows.stop], inputs)
-            self.inputs.index_copy_(0, lanes, inputs)
-            self.state.index_copy_(0, lanes, self.backbone.init_state(inputs, context, given))
+            context = self._edge_context(part)
+            given = None if starts is None else starts[rows.start : rows.stop]
+            self._begin(self._tensor(part.lanes), self._embedded(part.tokens), context, given)
 
-    def step(self, batch: LaneBatch) -> None:
-        """One application of the core to every lane, each at its own loop."""
-        for part, _ in self._parts(batch):
-            pages = part.core.shape[1]
-            if self.graphs is None:
-                self._advance(self._core_call(part), self._where(part.positions[:, None], pages))
-            else:
-                whole = part.padded(bucket(len(part)), self._nobody, bucket(pages))
-                self.graphs.step(self._core_call(whole))
+    def enter_blocks(self, batch: BlockBatch) -> None:
+        """The same for blocks of prompts."""
+        for part in self._block_parts(batch):
+            self._begin(self._block_lanes(part), self._embedded(part.tokens.ravel()), self._block_edge_context(part))
 
-    def _advance(self, call: CoreCall, where: _Where | None = None) -> None:
-        before, inputs = self.state.index_select(0, call.lanes), self.inputs.index_select(0, call.lanes)
-        if where is None:
-            where = self._place(call.positions[:, None], call.places.tables.shape[0] // call.places.rows)
+    def _begin(self, lanes: Tensor, embeds: Tensor, context: LoopContext, starts: Tensor | None = None) -> None:
+        inputs = self.backbone.embed(embeds, context)
+        given = None if starts is None else _given(starts, inputs)
+        self.inputs.index_copy_(0, lanes, inputs)
+        self.state.index_copy_(0, lanes, self.backbone.init_state(inputs, context, given))
+
+    def step(self, batch: LaneBatch | None, blocks: BlockBatch | None = None) -> None:
+        """One application of the core to every lane and block, each at its own loop.
+
+        All are one call, but in deterministic mode, where their number would decide the rounding, and beside recorded
+        graphs, which know lanes alone.
+        """
+        calls = []
+        if batch is not None:
+            for part, _ in self._parts(batch):
+                if self.graphs is None:
+                    calls.append(self._core_call(part))
+                else:
+                    whole = part.padded(bucket(len(part)), self._nobody, bucket(part.core.shape[1]))
+                    self.graphs.step(self._core_call(whole))
+        if blocks is not None:
+            calls += [self._block_call(part) for part in self._block_parts(blocks)]
+        for together in ([call] for call in calls) if self.deterministic else [calls]:
+            if together:
+                self._advance(together)
+
+    def _advance(self, calls: Sequence[CoreCall]) -> None:
+        lanes, loops, seeds = (
+            torch.cat(found) if len(found) > 1 else found[0]
+            for found in zip(*((call.lanes, call.loops, call.seeds) for call in calls), strict=True)
+        )
+        before, inputs = self.state.index_select(0, lanes), self.inputs.index_select(0, lanes)
+        context = self._context([self._part(call) for call in calls], seeds)
+        after = self.backbone.step(before, inputs, loops, context)
+        self.before.index_copy_(0, lanes, before)
+        self.state.index_copy_(0, lanes, after)
+
+    def _part(self, call: CoreCall) -> Part:
         store = self._store(call.places, None)
-        if self.policy.keeps != "newest":
+        if self.policy.keeps != "newest" and call.decodes:
             store = replace(store, sharing=self.policy, loop=call.loops, own=call.positions)
-        after = self.backbone.step(before, inputs, call.loops, self._call(where, store, call.seeds))
-        self.before.index_copy_(0, call.lanes, before)
-        self.state.index_copy_(0, call.lanes, after)
+        where = call.where or self._place(call.positions[:, None], call.places.tables.shape[0] // call.places.rows)
+        return self._attending(where, store)
 
     def _core_call(self, part: LaneBatch) -> CoreCall:
         lanes, _, positions, loops, seeds = self._tensor(part.numbers).unbind()
         places = self._places(part.core, part.positions[:, None])
-        return CoreCall(lanes=lanes, loops=loops, positions=positions, seeds=seeds, places=places)
+        where = None if self.graphs is not None else self._where(part.positions[:, None], part.core.shape[1])
+        return CoreCall(lanes=lanes, loops=loops, positions=positions, seeds=seeds, places=places, where=where)
+
+    def _block_call(self, part: BlockBatch) -> CoreCall:
+        where = self._block_where(part, part.core.shape[1])
+        return CoreCall(
+            lanes=self._block_lanes(part), loops=self._tensor(part.loops.repeat(PAGE)), positions=where.positions,
+            seeds=self._tensor(part.seeds.repeat(PAGE)), places=self._places(part.core, part.positions), where=where,
+            decodes=False,
+        )  # fmt: skip
 
     def _idle(self, call: CoreCall) -> CoreCall:
         """Nobody's lanes, all of them."""
@@ -150,34 +170,16 @@ class Runner:
         """Which lanes' states are numbers [N]."""
         return self.state.index_select(0, self._tensor(lanes)).isfinite().all(-1).tolist()
 
-    # Prompts --------------------------------------------------------------------------------------------------
+    def read_blocks(self, batch: BlockBatch) -> None:
+        """The coda of blocks that have done all loops, for the keys and values that it leaves."""
+        for part in self._block_parts(batch):
+            states = self.state.index_select(0, self._block_lanes(part))
+            self.backbone.readout(states, self._block_edge_context(part))
 
-    def prefill(self, blocks: BlockBatch) -> PromptEnds:
-        """All loops of prompt blocks, and the coda; keys and values of every loop go to their pages."""
-        if not self.deterministic:
-            return self._prefill(blocks)
-        found = [self._prefill(blocks.take(number)) for number in range(len(blocks.tokens))]
-        return PromptEnds(
-            inputs=torch.cat([ends.inputs for ends in found]), states=torch.cat([ends.states for ends in found])
-        )
-
-    def _prefill(self, blocks: BlockBatch) -> PromptEnds:
-        boundary = self._boundary(blocks.boundary, blocks.positions)
-        stores = [self._store(self._places(tables, blocks.positions), boundary) for tables in blocks.core]
-        seeds = self._tensor(blocks.seeds.repeat(PAGE))
-        # Past the end lies only what fills up a prompt's last block.
-        where = self._where(np.minimum(blocks.positions, self.max_length - 1), blocks.core.shape[-1])
-        context = self._call(where, stores[0], seeds)
-        inputs = self.backbone.embed(self._embedded(blocks.tokens.ravel()), context)
-        state = self.backbone.init_state(inputs, context)
-        ends = self._tensor(np.array([block * PAGE + offset for block, offset in blocks.ends], dtype=np.int64))
-        states = [state[ends]]
-        for loop, store in enumerate(stores, start=1):
-            state = self.backbone.step(state, inputs, loop, replace(context, pages=store))
-            states.append(state[ends])
-        if self.config.coda_layers:
-            self.backbone.readout(state, context)
-        return PromptEnds(inputs=inputs[ends], states=torch.stack(states, dim=1))
+    def block_states(self, places: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """Inputs and states [N, D] of the tokens at so many (slot, offset)."""
+        lanes = self._tensor(np.array([self._nobody + 1 + slot * PAGE + offset for slot, offset in places]))
+        return self.inputs.index_select(0, lanes), self.state.index_select(0, lanes)
 
     # Parts of a call ------------------------------------------------------------------------------------------
 
@@ -191,6 +193,26 @@ class Runner:
             part = batch.take(first, ROWS)
             yield (part if len(part) == ROWS else part.padded(ROWS, self._nobody, part.core.shape[1])), rows
 
+    def _block_parts(self, batch: BlockBatch) -> Iterator[BlockBatch]:
+        """The blocks all together; in deterministic mode one by one."""
+        if not self.deterministic:
+            yield batch
+            return
+        for number in range(len(batch)):
+            yield batch.take(number)
+
+    def _block_lanes(self, part: BlockBatch) -> Tensor:
+        return self._tensor((self._nobody + 1 + part.slots[:, None] * PAGE + np.arange(PAGE)).ravel())
+
+    def _block_where(self, part: BlockBatch, pages: int) -> Where:
+        # Past the end lies only what fills up a prompt's last block.
+        return self._where(np.minimum(part.positions, self.max_length - 1), pages)
+
+    def _block_edge_context(self, part: BlockBatch) -> LoopContext:
+        seeds, boundary = self._tensor(part.seeds.repeat(PAGE)), self._boundary(part.boundary, part.positions)
+        where = self._block_where(part, part.core.shape[1])
+        return self._context([self._attending(where, self._store(None, boundary))], seeds)
+
     def _edge_context(self, part: LaneBatch) -> LoopContext:
         """Of prelude and coda; without them, what embedding and start state ask for."""
         positions, seeds = self._tensor(part.positions), self._tensor(part.numbers[4])
@@ -201,25 +223,31 @@ class Runner:
                 state_seed=seeds,
             )  # fmt: skip
         where = self._where(part.positions[:, None], part.boundary.shape[1])
-        return self._call(where, self._store(None, boundary), seeds)
+        return self._context([self._attending(where, self._store(None, boundary))], seeds)
 
-    def _call(self, where: _Where, store: PagedStore, seeds: Tensor) -> PagedContext:
+    def _attending(self, where: Where, store: PagedStore) -> Part:
+        return Part(
+            positions=where.positions, rotary=where.rotary, mask=where.mask, pages=store, blocks=where.mask.shape[0]
+        )
+
+    def _context(self, parts: Sequence[Part], seeds: Tensor) -> PagedContext:
+        positions = parts[0].positions if len(parts) == 1 else torch.cat([part.positions for part in parts])
         return PagedContext(
-            position_ids=where.positions, rotary=where.rotary, mask=where.mask, store=NoStore(), past_length=1,
-            state_seed=seeds, pages=store, blocks=where.mask.shape[0],
+            position_ids=positions, rotary=(self.cos, self.sin), mask=None, store=NoStore(), past_length=1,
+            state_seed=seeds, parts=parts,
         )  # fmt: skip
 
-    def _where(self, positions: np.ndarray, pages: int) -> _Where:
+    def _where(self, positions: np.ndarray, pages: int) -> Where:
         """As in the call before, where that had the same positions [N, S]: lanes stay for several loops."""
-        key = (positions.tobytes(), len(positions), pages)
-        if self._last_where is None or self._last_where[0] != key:
-            self._last_where = key, self._place(self._tensor(positions), pages)
-        return self._last_where[1]
+        key, kind = (positions.tobytes(), pages), positions.shape[1]
+        if kind not in self._last_where or self._last_where[kind][0] != key:
+            self._last_where[kind] = key, self._place(self._tensor(positions), pages)
+        return self._last_where[kind][1]
 
-    def _place(self, positions: Tensor, pages: int) -> _Where:
+    def _place(self, positions: Tensor, pages: int) -> Where:
         flat = positions.flatten()
         unseen = self.places[: pages * PAGE] > positions[..., None]
-        return _Where(
+        return Where(
             positions=flat,
             rotary=(self.cos.index_select(0, flat), self.sin.index_select(0, flat)),
             mask=torch.where(unseen, self.hidden, self.seen)[:, None],

@@ -4,25 +4,25 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from looplm.engine.memory import Memory
-from looplm.engine.requests import Lane, Row
+from looplm.engine.requests import Lane, PromptBlock, Row
 from looplm.engine.store import PAGE
-
-Block = tuple[Row, int]
 
 
 class Scheduler:
     """First come, first served; where pages run out the youngest row waits again.
 
-    rows: in order of admission · width: tokens of one row in the loop at most.
+    rows: in order of admission · width: tokens of one row in the loop at most · filling: blocks of prompts in the loop.
     """
 
-    def __init__(self, memory: Memory, max_rows: int, width: int, num_lanes: int) -> None:
+    def __init__(self, memory: Memory, max_rows: int, width: int, num_lanes: int, num_blocks: int) -> None:
         self.memory, self.width = memory, width
         self.waiting: deque[Row] = deque()
         self.rows: list[Row] = []
         self.entering: list[Lane] = []
+        self.filling: list[PromptBlock] = []
         self.preemptions = 0
         self._numbers, self._lanes = list(range(max_rows)), list(range(num_lanes))
+        self._slots = list(range(num_blocks))
 
     def admit(self) -> list[Row]:
         """Let in whom there is place for."""
@@ -37,15 +37,21 @@ class Scheduler:
             admitted.append(row)
         return admitted
 
-    def prompt_blocks(self, budget: int) -> dict[int, list[Block]]:
-        """The next blocks to prefill, oldest rows first, at most `budget`; by the depth of their requests."""
-        found: dict[int, list[Block]] = {}
+    def begin_blocks(self) -> list[PromptBlock]:
+        """The next blocks of prompts, oldest rows first, as many as there is place for; they are in the loop now."""
+        new: list[PromptBlock] = []
         for row in self.rows:
-            blocks = range(row.prefilled, min(row.prompt_blocks, row.prefilled + budget))
-            budget -= len(blocks)
-            if blocks:
-                found.setdefault(row.request.loops, []).extend((row, block) for block in blocks)
-        return found
+            while row.begun < row.prompt_blocks and self._slots:
+                new.append(PromptBlock(row=row, index=row.begun, slot=self._slots.pop()))
+                row.begun += 1
+        self.filling += new
+        return new
+
+    def end_blocks(self, blocks: Iterable[PromptBlock]) -> None:
+        """They have done their loops, or are not to."""
+        for block in blocks:
+            self.filling.remove(block)
+            self._slots.append(block.slot)
 
     def follow(self, row: Row, token: int, position: int) -> None:
         """`token` is the row's next one to enter."""
@@ -82,6 +88,7 @@ class Scheduler:
         self.drop(lane for lane in (*row.lanes, *row.behind) if not lane.dropped)
         row.lanes.clear()
         row.behind.clear()
+        self.end_blocks([block for block in self.filling if block.row is row])
         if row in self.rows:
             self.rows.remove(row)
             self.memory.release(row)

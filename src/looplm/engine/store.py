@@ -14,6 +14,7 @@ from torch import Tensor
 from looplm.engine.kv_policies import KVPolicy, kept_loop
 from looplm.models import LoopLMConfig
 from looplm.models.context import LoopContext
+from looplm.models.rotary import Tables
 
 PAGE = 16  # tokens; float32 attention on CPU is bit-equal whatever multiple of it the keys are padded to
 
@@ -128,12 +129,15 @@ class PagedStore:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PagedContext(LoopContext):
-    """What a call of the engine carries: its tokens lie flat, T = `blocks` * S of them, all of one block together.
+class Part:
+    """Tokens of a call that attend in one way: T = `blocks` * S of them lie flat, all of one block together.
 
-    position_ids and state_seed: [T] · rotary: [T, 1, width] · mask: [blocks, 1, S, P * PAGE].
+    positions: [T] · rotary: [T, 1, width] · mask: [blocks, 1, S, P * PAGE].
     """
 
+    positions: Tensor
+    rotary: Tables
+    mask: Tensor
     pages: PagedStore
     blocks: int
 
@@ -141,7 +145,17 @@ class PagedContext(LoopContext):
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Cosines, sines and positions, for compiled loops."""
         cos, sin = self.rotary
-        return cos.numpy(), sin.numpy(), self.position_ids.numpy()
+        return cos.numpy(), sin.numpy(), self.positions.numpy()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedContext(LoopContext):
+    """What a call of the engine carries: its parts' tokens, one part after the other.
+
+    position_ids and state_seed: [T], of all parts; each has its own rotary tables and mask.
+    """
+
+    parts: Sequence[Part]
 
 
 def fold(pool: Pool, policy: KVPolicy, pages: Sequence[Sequence[int]]) -> list[int]:

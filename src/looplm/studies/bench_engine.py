@@ -34,7 +34,7 @@ class EngineProblem:
     loops: int = 4
     vocab: int = 2048
     rows: int = 16
-    requests: int = 32
+    requests: int = 96
     prompt: int = 16
     tokens: int = 48
     mixed: bool = False

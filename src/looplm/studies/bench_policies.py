@@ -148,26 +148,37 @@ def bench_policies(
         ValueError: if a policy was asked for that the model cannot have.
     """
     ways = _fixed(model) + _policies(model, held_out, problem)
-    longest = max(map(len, held_out.prompts)) + problem.tokens
-    engine = Engine(model, max_rows=problem.rows, max_length=longest)
-    replays = [_replays(held_out, way.policy, problem.tokens) for way in ways]
-    made: dict[int, list[int]] = {}
-
-    def work(number: int) -> None:
-        made[number] = _complete(engine, held_out.prompts, ways[number].policy, replays[number], problem.tokens)
-
-    seconds = seconds_in_turn({str(number): partial(work, number) for number in range(len(ways))}, repeats)
+    speeds = speeds_in_turn([(model, held_out, way.policy) for way in ways], problem, repeats)
     rows = []
-    for number, way in enumerate(ways):
+    for way, (made_loops, tokens_per_second) in zip(ways, speeds, strict=True):
         mean_loops, measured = held_out.outcome(way.policy)
         rows.append(
             PolicyRow(
                 policy=way.name, threshold=way.threshold, mean_loops=mean_loops, measured=measured,
-                made_loops=statistics.mean(made[number]),
-                tokens_per_second=len(made[number]) / statistics.median(seconds[str(number)]),
+                made_loops=made_loops, tokens_per_second=tokens_per_second,
             )
         )  # fmt: skip
     return rows
+
+
+def speeds_in_turn(
+    ways: Sequence[tuple[LoopLMForCausalLM, HeldOut, DepthPolicy]], problem: PoliciesProblem, repeats: int
+) -> list[tuple[float, float]]:  # fmt: skip
+    """The mean loops of the tokens made and tokens a second (by the median) of each policy on a model, all in turn."""
+    longest = max(len(prompt) for _, held_out, _ in ways for prompt in held_out.prompts) + problem.tokens
+    engines = {id(model): Engine(model, max_rows=problem.rows, max_length=longest) for model, _, _ in ways}
+    replays = [_replays(held_out, policy, problem.tokens) for _, held_out, policy in ways]
+    made: dict[int, list[int]] = {}
+
+    def work(number: int) -> None:
+        model, held_out, policy = ways[number]
+        made[number] = _complete(engines[id(model)], held_out.prompts, policy, replays[number], problem.tokens)
+
+    seconds = seconds_in_turn({str(number): partial(work, number) for number in range(len(ways))}, repeats)
+    return [
+        (statistics.mean(made[number]), len(made[number]) / statistics.median(seconds[str(number)]))
+        for number in range(len(ways))
+    ]
 
 
 def draw(rows: Sequence[PolicyRow], measure: Measure) -> Figure:
@@ -200,17 +211,20 @@ def _policies(model: LoopLMForCausalLM, held_out: HeldOut, problem: PoliciesProb
     ]
     ways = []
     for name in asked:
-        for threshold in _spread(FAMILIES[name], held_out, model.config.loops, problem.points):
+        for threshold in dict.fromkeys(spread(FAMILIES[name], held_out, targets(model.config.loops, problem.points))):
             ways.append(_Way(name, threshold, FAMILIES[name].policy(threshold)))
     return ways
 
 
-def _spread(family: Family, held_out: HeldOut, loops: int, points: int) -> list[float]:
-    """Thresholds, from early to late, whose mean loops lie evenly between 1 and all, where there are such."""
+def targets(loops: int, points: int) -> list[float]:
+    """Mean loops that lie evenly between 1 and all."""
+    return [1 + (loops - 1) * point / (points + 1) for point in range(1, points + 1)]
+
+
+def spread(family: Family, held_out: HeldOut, wanted: Sequence[float]) -> list[float]:
+    """For each of the `wanted` mean loops the earliest threshold that reaches it."""
     mean_loops = cache(lambda policy: held_out.outcome(policy)[0])
-    wanted = [1 + (loops - 1) * point / (points + 1) for point in range(1, points + 1)]
-    found = [family.nearest(lambda policy, target=target: mean_loops(policy) >= target) for target in wanted]
-    return list(dict.fromkeys(found))
+    return [family.nearest(lambda policy, target=target: mean_loops(policy) >= target) for target in wanted]
 
 
 def _replays(held_out: HeldOut, policy: DepthPolicy, tokens: int) -> list[list[int]]:

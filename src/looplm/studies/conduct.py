@@ -18,14 +18,18 @@ _FACTS = {"parameters": "{:,}", "loops": "{:.3g}", "gflops_per_step": "{:.3g}", 
 
 
 def conduct(
-    study: Study, out: Path, scale: Scale = "cpu", seeds: int = 3, processes: int = 2, console: Console | None = None
-) -> list[Verdict]:
-    """Run (or resume) every cell under `out`, and write NAME.json, NAME.md and the figures there."""
+    study: Study, out: Path, scale: Scale = "cpu", seeds: int = 3, processes: int = 2, remeasure: bool = False,
+    console: Console | None = None,
+) -> list[Verdict]:  # fmt: skip
+    """Run (or resume) every cell under `out`, and write NAME.json, NAME.md and the figures there.
+
+    remeasure: measure finished runs again, which are not trained again.
+    """
     console = console or Console()
     cells = study.jobs(scale, seeds)
     jobs = {out / slug(cell) / f"seed{seed}": job for cell, runs in cells.items() for seed, job in enumerate(runs)}
     assert len(jobs) == sum(map(len, cells.values())), "two cells share a folder"
-    found = run_jobs(jobs, processes, console)
+    found = run_jobs(jobs, processes, console, remeasure)
     results = {
         cell: [found[out / slug(cell) / f"seed{seed}"] for seed in range(len(runs))] for cell, runs in cells.items()
     }
@@ -97,6 +101,7 @@ def _summary(found: Sequence[Outcome]) -> dict[str, dict[str, float]]:
 
 def _table(study: Study, results: Results) -> tuple[list[str], list[list[str]]]:
     """Header and rows: each cell with what it is and what it gave."""
+    results = study.rows(results)
     facts = [name for name in _FACTS if any(name in found[0].facts for found in results.values())]
     columns = study.columns(results)
     rows = []

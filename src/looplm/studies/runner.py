@@ -17,12 +17,14 @@ from looplm.studies.study import Job, Outcome
 _OUTCOME = "outcome.json"
 
 
-def run_jobs(jobs: Mapping[Path, Job], processes: int, console: Console) -> dict[Path, Outcome]:
-    """The outcome of the job of every folder; those that lie there already cost nothing.
+def run_jobs(
+    jobs: Mapping[Path, Job], processes: int, console: Console, again: bool = False
+) -> dict[Path, Outcome]:  # fmt: skip
+    """The outcome of the job of every folder; those that lie there already cost nothing, unless all run `again`.
 
     A bar counts the jobs that are done, and one line is printed as each ends.
     """
-    done = {folder: _read(folder) for folder in jobs if (folder / _OUTCOME).exists()}
+    done = {} if again else {folder: _read(folder) for folder in jobs if (folder / _OUTCOME).exists()}
     open_jobs = {folder: job for folder, job in jobs.items() if folder not in done}
     if open_jobs:
         context = multiprocessing.get_context("spawn")

@@ -71,8 +71,12 @@ class Study(ABC):
     def figures(self, results: Results) -> dict[str, tuple[Figure, str]]:
         """Figures by name, each with its caption."""
 
+    def rows(self, results: Results) -> Results:
+        """The table's rows; the cells by default."""
+        return results
+
     def columns(self, results: Results) -> list[str]:
-        """Which values the table shows, in order; all of them by default."""
+        """Which values the table shows of its rows, in order; all of them by default."""
         return list(dict.fromkeys(name for found in results.values() for name in found[0].values))
 
 
@@ -83,3 +87,10 @@ def above(results: Results, value: str, high: str, low: str, claim: str, unit: s
     return Verdict(
         claim=claim, holds=min(ours) > max(theirs), effect=effect, unit=unit, seeds=min(len(ours), len(theirs))
     )
+
+
+def within(results: Results, cell: str, high: str, low: str, claim: str, unit: str = "") -> Verdict:
+    """As `above`, of two values of one cell."""
+    ours, theirs = ([outcome.values[name] for outcome in results[cell]] for name in (high, low))
+    effect = sum(ours) / len(ours) - sum(theirs) / len(theirs)
+    return Verdict(claim=claim, holds=min(ours) > max(theirs), effect=effect, unit=unit, seeds=len(ours))

@@ -1,6 +1,6 @@
 """A study's run: a recipe, or several that continue one another, trained and then measured."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from looplm.models import LoopLMForCausalLM, load
 from looplm.studies.records import read_log
 from looplm.studies.study import Outcome
 from looplm.training import Recipe, load_recipe, train
+from looplm.training.checkpoints import complete_checkpoints, read_progress
 from looplm.training.monitors import training_flops
 
 
@@ -29,15 +30,16 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A recipe by name, with `a.b=value` overrides."""
+    """A recipe by name, with `a.b=value` overrides; it continues the stage of number `after`, by default the last."""
 
     recipe: str
     overrides: tuple[str, ...] = ()
+    after: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """Train every stage, each from the one before, and measure the last; `measure` is a module's own function."""
+    """Train every stage, each from an earlier one, and measure the last; `measure` is a module's own function."""
 
     stages: tuple[Stage, ...]
     measure: Callable[[Run], Outcome]
@@ -50,7 +52,7 @@ class Trained:
         for number, stage in enumerate(self.stages, start=1):
             values: dict[str, Any] = {"out": str(folder / f"stage{number}"), "seed": self.seed, **self.paths}
             if found:
-                values["init_from"] = found[-1].out
+                values["init_from"] = found[-1 if stage.after is None else stage.after - 1].out
             found.append(load_recipe(stage.recipe, stage.overrides, values))
         return found
 
@@ -69,6 +71,12 @@ class Trained:
         )  # fmt: skip
         outcome = self.measure(run)
         return replace(outcome, facts=_facts(run, recipes) | dict(outcome.facts))
+
+
+def checkpoints(run: Run) -> Iterator[tuple[int, LoopLMForCausalLM]]:
+    """Every checkpoint that the last stage kept, in order: its step, and its model in evaluation mode."""
+    for path in complete_checkpoints(run.stages[-1] / "checkpoints"):
+        yield read_progress(path).step, load(path).eval()
 
 
 def _facts(run: Run, recipes: list[Recipe]) -> dict[str, Any]:

@@ -51,14 +51,18 @@ class Compose:
         entities = [f"<e{entity}>" for entity in range(self.entities)]
         return [*entities, *(f"<r{relation}>" for relation in range(self.relations)), _ASK]
 
-    def example(self, seed: int) -> Example:
-        """The question number `seed` of this split; hop counts are equally likely.
+    def example(self, seed: int, hops: int | None = None) -> Example:
+        """The question number `seed` of this split; hop counts are equally likely, or `hops`, beyond `max_hops` too.
 
         Raises:
-            ValueError: if the world is too small to have a question of the drawn hop count in this split.
+            ValueError: if this split has no question of so many hops, or the world is too small to have one.
         """
         generator = random.Random(f"{self.world_seed}/{self.split}/{seed}")
-        hops = generator.randint(3 if self.split == "test" else 1, self.max_hops)
+        fewest = 3 if self.split == "test" else 1
+        if hops is None:
+            hops = generator.randint(fewest, self.max_hops)
+        elif hops < fewest:
+            raise ValueError(f"compose has no {self.split} questions of hops={hops}; ask at least {fewest}")
         for _ in range(_ATTEMPTS):
             start = generator.randrange(self.entities)
             path = tuple(generator.randrange(self.relations) for _ in range(hops))

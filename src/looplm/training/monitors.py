@@ -10,8 +10,8 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from looplm.analysis.collapse import token_correlation
 from looplm.models import LoopLMConfig, LoopLMForCausalLM, Trace
 from looplm.models.accounting import flops_by_part
 from looplm.models.exits import exit_log_pdf
@@ -53,18 +53,6 @@ def observe(model: LoopLMForCausalLM, trace: Trace, real: Tensor) -> list[tuple[
         seen["exit_entropy"] = -(pdf * log_pdf).sum()
     correlations = token_correlation(states[max(states)], real)
     return [(seen, real.sum()), ({"token_correlation": correlations.sum()}, correlations.new_tensor(len(correlations)))]
-
-
-def token_correlation(states: Tensor, real: Tensor) -> Tensor:
-    """The mean cosine of two different real tokens' states of one row, for each row of [B, S, D] that has two.
-
-    Summed over pairs that is ||sum of unit vectors||^2 less their own squares, so no [S, S] matrix is made. Near 1 all
-    tokens have become the same (Huginn's first bad run, arXiv 2502.05171, section 4).
-    """
-    count = real.sum(-1)
-    unit = F.normalize(states, dim=-1).where(real[..., None], 0)
-    pairs = unit.sum(1).square().sum(-1) - unit.square().sum((1, 2))
-    return (pairs / (count * (count - 1)))[count > 1]
 
 
 @torch.no_grad()
