@@ -273,7 +273,7 @@ def test_bad_recipes_are_named(recipe_file, override, message):
 
 
 def test_recipes_that_cannot_be_read(tmp_path):
-    with pytest.raises(ValueError, match="no recipe 'nope': neither a file nor one of addition, .*, exit_prior, "):
+    with pytest.raises(ValueError, match=r"no recipe 'nope': neither a file nor one of addition, .*, exit_prior, "):
         load_recipe("nope")
     (tmp_path / "broken.yaml").write_text("a: [")
     with pytest.raises(ValueError, match="cannot be read"):
