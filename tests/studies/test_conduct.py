@@ -14,6 +14,7 @@ from looplm.analysis.plots import curves
 from looplm.cli.main import app
 from looplm.studies.catalogue import STUDIES
 from looplm.studies.conduct import conduct
+from looplm.studies.runner import logged_steps
 from looplm.studies.study import Outcome, Study, above
 
 
@@ -22,6 +23,9 @@ class Noted:
     """Leaves a mark for every time that it is run."""
 
     accuracy: float
+
+    def steps(self):
+        return 40
 
     def __call__(self, folder: Path) -> Outcome:
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,6 +106,19 @@ def test_a_run_that_fails_is_named_and_what_was_done_is_kept(tmp_path):
         run(Toy(looped=(0.5,), plain=(-1.0,)), tmp_path, seeds=1)
     assert (tmp_path / "1x4_looped" / "seed0" / "outcome.json").exists()
     assert not (tmp_path / "toy.json").exists()
+
+
+def test_a_bar_counts_the_steps_that_logs_tell_of(tmp_path):
+    lines = '{"step": 10, "loss": 1.0}\n{"step": 20, "loss": 1.0}\n'
+    for stage, text in (("stage1", lines), ("stage2", lines + '{"step": 3'), ("stage3", "")):
+        (tmp_path / stage).mkdir()
+        (tmp_path / stage / "log.jsonl").write_text(text)
+    assert logged_steps(tmp_path) == 40
+    console = Console(file=StringIO(), force_terminal=True, width=120)
+    conduct(Toy(), tmp_path / "out", scale="smoke", seeds=2, processes=1, console=console)
+    shown = console.file.getvalue()
+    assert "4 of 4 runs" in shown
+    assert "160/160" in shown
 
 
 def test_the_verb_lists_studies_and_refuses_others():

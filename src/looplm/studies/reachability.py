@@ -137,6 +137,10 @@ class Degrees:
     task: Reachability
     learnt: int
 
+    def steps(self) -> int:
+        """Nothing is trained."""
+        return 0
+
     def __call__(self, folder: Path) -> Outcome:
         """Accuracy on the test split."""
         counts: dict[tuple[int, ...], Counter[str]] = {}

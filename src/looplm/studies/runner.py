@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers.utils import logging
 
 from looplm.studies.study import Job, Outcome
 
 _OUTCOME = "outcome.json"
+_LOOK_EVERY = 5  # seconds between two looks at the logs of the runs
 
 
 def run_jobs(
@@ -22,7 +23,7 @@ def run_jobs(
 ) -> dict[Path, Outcome]:  # fmt: skip
     """The outcome of the job of every folder; those that lie there already cost nothing, unless all run `again`.
 
-    A bar counts the jobs that are done, and one line is printed as each ends.
+    A bar counts the training steps of all jobs, as the logs tell them, and one line is printed as each job ends.
     """
     done = {} if again else {folder: _read(folder) for folder in jobs if (folder / _OUTCOME).exists()}
     open_jobs = {folder: job for folder, job in jobs.items() if folder not in done}
@@ -32,16 +33,20 @@ def run_jobs(
             ProcessPoolExecutor(processes, mp_context=context, initializer=_begin) as pool,
             _bar(console) as bar,
         ):
-            task = bar.add_task("runs", total=len(jobs), completed=len(done))
+            steps = {folder: job.steps() for folder, job in jobs.items()}
+            task = bar.add_task("", total=sum(steps.values()))
             waiting: dict[Future[Outcome], Path] = {
                 pool.submit(_run, job, folder): folder for folder, job in open_jobs.items()
             }
-            while waiting:
-                ended, _ = wait(waiting, return_when=FIRST_COMPLETED)
+            while True:
+                taken = sum(steps[folder] if folder in done else logged_steps(folder) for folder in jobs)
+                bar.update(task, completed=taken, description=f"{len(done)} of {len(jobs)} runs")
+                if not waiting:
+                    break
+                ended, _ = wait(waiting, _LOOK_EVERY, FIRST_COMPLETED)
                 for future in ended:
                     folder = waiting.pop(future)
                     done[folder] = _result(future, waiting)
-                    bar.advance(task)
                     console.print(f"done: {folder}", highlight=False, soft_wrap=True)
     return {folder: done[folder] for folder in jobs}
 
@@ -76,6 +81,16 @@ def _read(folder: Path) -> Outcome:
     return Outcome(values=held["values"], series=series, facts=held["facts"])
 
 
+def logged_steps(folder: Path) -> int:
+    """Training steps that the logs under `folder` tell of: each log's last whole line's."""
+    texts = (log.read_text() for log in folder.glob("stage*/log.jsonl"))
+    lines = (text[: text.rfind("\n") + 1].rstrip().rpartition("\n")[2] for text in texts)
+    return sum(json.loads(line)["step"] for line in lines if line)
+
+
 def _bar(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, disable=not console.is_terminal)
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    return Progress(*columns, console=console, disable=not console.is_terminal, speed_estimate_period=600)

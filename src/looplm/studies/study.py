@@ -31,6 +31,10 @@ class Job(Protocol):
     def __call__(self, folder: Path) -> Outcome:  # noqa: D102
         ...
 
+    def steps(self) -> int:
+        """Training steps it takes in all, for a progress bar; 0 where it trains nothing."""
+        ...
+
 
 Results = Mapping[str, Sequence[Outcome]]  # by cell, an outcome for each seed
 

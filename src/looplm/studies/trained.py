@@ -56,6 +56,10 @@ class Trained:
             found.append(load_recipe(stage.recipe, stage.overrides, values))
         return found
 
+    def steps(self) -> int:
+        """Those of all stages."""
+        return sum(recipe.steps or 0 for recipe in self.recipes(Path()))
+
     def __call__(self, folder: Path) -> Outcome:
         """Train or resume under `folder`, then measure."""
         recipes = self.recipes(folder)
