@@ -33,7 +33,7 @@ _ACROSS: dict[Scale, tuple[str, ...]] = {
 _SHORT_RUN: dict[Scale, tuple[str, ...]] = {"paper": (), "cpu": (), "smoke": ("steps=3",)}
 # A treatment goes on from a model that adds at 4 loops: from scratch, random loops teach nothing in as many steps.
 _FIRST = (_FIXED, _NO_TERM, "micro_rows=null", "steps=800", "schedule={kind: constant, warmup_steps: 300}")
-_THEN = ("model=null", "steps=1200", "optimizer.lr=5e-4", "schedule.warmup_steps=100")
+_THEN = ("model=null", "steps=2400", "schedule.warmup_steps=100")
 _WIDEST: dict[Scale, int] = {"paper": 40, "cpu": 16, "smoke": 4}  # of the second uniform distribution
 _DEEPEST: dict[Scale, tuple[int, int]] = {"paper": (4000, 4000), "cpu": (512, 4000), "smoke": (16, 32)}
 _QUESTIONS: dict[Scale, int] = {"paper": 1024, "cpu": 128, "smoke": 8}
@@ -53,12 +53,11 @@ class AdditionStudy(Study):
         "Appendix C; width 512, no repeats)."
     )
     setting: ClassVar[str] = (
-        "the same block at width 128 without dropout, 64 questions a step, loops clipped at 16; the grid 2,000 steps "
-        "at 4 loops, each treatment 800 such steps and then 1,200 of its own (`from scratch`: 2,000). Accuracy on 128 "
-        "held-out pairs, whole answers. `fall` is the peak less the worst accuracy from 4 loops on, `holds to` the "
-        "loops up to which it stays within a point of the peak, `norm growth` the state norm at 64 loops over that at "
-        "4, `radius` the spectral radius of one loop's Jacobian there, `residual` the next loop's step relative to "
-        "the state."
+        "the same block at width 128 without dropout, 64 questions a step; the grid 2,000 steps at 4 loops, each "
+        "treatment 800 such steps and then 2,400 of its own (`from scratch`: 2,000). Accuracy on 128 held-out pairs, "
+        "whole answers. `fall` is the peak less the worst accuracy from 4 loops on, `holds to` the loops up to which "
+        "it stays within a point of the peak, `norm growth` the state norm at 64 loops over that at 4, `radius` the "
+        "spectral radius of one loop's Jacobian there, `residual` the next loop's step relative to the state."
     )
     chance: ClassVar[str] = "guessing gets 0.0001"
 
