@@ -80,20 +80,16 @@ class PolicyGradient:
                 `exit_log_pdf` [B, S, T], of the gate that sampled, for exit weights; today's, detached, without it.
             logits: [T], of learned loop weights.
         """
-        targets = next_token_targets(batch["labels"])
-        loops, kept = last_loop(trace), sorted(trace.states)
-        hidden = [
-            rows if self.temperature == 1 else rows / self.temperature for rows in hidden_rows(model, trace, kept)
-        ]
-        exits = shifted(batch["exits"], fill=loops)
+        targets, kept = next_token_targets(batch["labels"]), sorted(trace.states)
+        hidden = [rows if self.temperature == 1 else rows / self.temperature for rows in hidden_rows(model, trace, kept)]
         wide = torch.promote_types(hidden[0].dtype, torch.float32)
-        seen = self._trajectories(trace, batch, exits, torch.arange(1, loops + 1).to(exits.device, wide), logits)
+        seen = self.seen(trace, batch, logits, wide)
         weights = seen.weights(self.loop_weights)[[loop - 1 for loop in kept]]
-        emitted = torch.tensor(kept, device=exits.device)[:, None] == exits
+        emitted = torch.tensor(kept, device=targets.device)[:, None] == seen.exits
         mass, advantage, sampled = (shifted(batch[name]).to(wide) for name in ("weights", "advantages", "sampled"))
         mass = mass * (targets != IGNORED)
         reference = shifted(batch["reference"]).to(wide) if self.kl else torch.zeros_like(mass)
-        left = self._exit_log_prob(trace, exits).to(wide)
+        left = self._exit_log_prob(trace, seen.exits).to(wide)
         given = [weights, emitted, mass, advantage, sampled, reference, left]
         loss, nll = token_loss(hidden, model.lm_head.weight, targets, (weights > 0) | emitted, self._of_tokens, given)
         with torch.no_grad():
@@ -118,21 +114,25 @@ class PolicyGradient:
         value = last.detach() + (mixed - mixed.detach())
         return value + left if self.learn_exits else value
 
-    def _trajectories(
-        self, trace: Trace, batch: Batch, exits: Tensor, loops: Tensor, logits: Tensor | None
-    ) -> Trajectories:  # fmt: skip
+    def seen(self, trace: Trace, batch: Batch, logits: Tensor | None, dtype: torch.dtype) -> Trajectories:
+        """What the loop weights look at, of every position [B*S] that predicts a token; the arguments as in a call."""
+        loops = last_loop(trace)
+        exits = shifted(batch["exits"], fill=loops)
         log_pdf = None
         if isinstance(self.loop_weights, ExitWeights):
-            assert trace.gate_logits is not None
-            if self.loop_weights.live:
-                log_pdf = exit_log_pdf(trace.gate_logits)
-            elif "exit_log_pdf" in batch:
-                log_pdf = F.pad(batch["exit_log_pdf"][:, 1:], (0, 0, 0, 1))
-            else:
-                log_pdf = exit_log_pdf(trace.gate_logits.detach())
-            log_pdf = log_pdf.flatten(0, 1).T.to(loops.dtype)
+            log_pdf = self._log_pdf(trace, batch, self.loop_weights.live).flatten(0, 1).T.to(dtype)
         assert (logits is not None) == isinstance(self.loop_weights, LearnedWeights)
-        return Trajectories(loop=loops[:, None], exits=exits, log_pdf=log_pdf, logits=logits)
+        loop = torch.arange(1, loops + 1, device=exits.device, dtype=dtype)[:, None]
+        return Trajectories(loop=loop, exits=exits, log_pdf=log_pdf, logits=logits)
+
+    def _log_pdf(self, trace: Trace, batch: Batch, live: bool) -> Tensor:
+        """Of the gate [B, S, T] that decides the weights."""
+        assert trace.gate_logits is not None
+        if live:
+            return exit_log_pdf(trace.gate_logits)
+        if "exit_log_pdf" in batch:
+            return F.pad(batch["exit_log_pdf"][:, 1:], (0, 0, 0, 1))
+        return exit_log_pdf(trace.gate_logits.detach())
 
     def _exit_log_prob(self, trace: Trace, exits: Tensor) -> Tensor:
         """log p_e [N] of the gate today; zeros where exits are not part of the policy."""

@@ -1,0 +1,71 @@
+"""Policy and objective as one module, so that what wraps it sees every use of a parameter."""
+
+import torch
+from torch import Tensor, nn
+
+from looplm.models import LoopLMForCausalLM, Trace
+from looplm.models.exits import exit_log_pdf
+from looplm.models.replay import replay
+from looplm.objectives import PolicyGradient
+from looplm.objectives.loop_weights import ExitWeights, LearnedWeights
+from looplm.objectives.policy_gradient import shifted
+from looplm.objectives.targets import Batch, Metrics, hidden_rows, next_token_targets
+from looplm.objectives.token_loss import token_loss
+
+
+class PolicyModule(nn.Module):
+    """What a reinforcement-learning step differentiates."""
+
+    def __init__(
+        self, model: LoopLMForCausalLM, objective: PolicyGradient, loops: int, autocast: torch.dtype | None = None
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.model = model
+        self.objective = objective
+        self.autocast = autocast
+        learned = isinstance(objective.loop_weights, LearnedWeights)
+        self.loop_logits = nn.Parameter(objective.loop_weights.first_logits(loops)) if learned else None
+
+    def forward(self, batch: Batch, loops: int) -> tuple[Tensor, Metrics]:
+        """The loss of a micro-batch, and its metrics as sums weighted by `batch["weights"]`."""
+        device = batch["input_ids"].device.type
+        with torch.autocast(device, self.autocast, enabled=self.autocast is not None):
+            return self.objective(
+                self.model, trajectories(self.model, batch, loops, self.objective), batch, self.loop_logits
+            )
+
+    @torch.no_grad()
+    def before_updates(self, batch: Batch, loops: int) -> dict[str, Tensor]:
+        """What the objective asks of the policy that sampled, aligned with the labels: its gate's `exit_log_pdf`."""
+        rule = self.objective.loop_weights
+        if not isinstance(rule, ExitWeights) or rule.live:
+            return {}
+        trace = trajectories(self.model, batch, loops, self.objective)
+        assert trace.gate_logits is not None
+        return {"exit_log_pdf": torch.roll(exit_log_pdf(trace.gate_logits), 1, dims=1)}
+
+
+def trajectories(model: LoopLMForCausalLM, batch: Batch, loops: int, objective: PolicyGradient) -> Trace:
+    """The loops of a batch's tokens as they were when sampled; only as many are kept as the objective reads."""
+    early = bool((batch["exits"] < loops).any())
+    if not early:
+        return model.model(
+            batch["input_ids"], batch["attention_mask"], loops=loops, use_cache=False,
+            keep_loops=sorted(objective.needs(loops, leaves_early=False)),
+        )  # fmt: skip
+    return replay(
+        model.model, batch["input_ids"], batch["attention_mask"], exits=batch["key_loops"], read=batch["read"],
+        loops=loops,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def emitted_logprobs(model: LoopLMForCausalLM, batch: Batch, loops: int, objective: PolicyGradient) -> Tensor:
+    """What `model` says of each target [B, S] at the loop that emitted it, under the temperature; 0 elsewhere."""
+    trace = trajectories(model, batch, loops, objective)
+    exits, targets = shifted(batch["exits"], fill=loops), next_token_targets(batch["labels"])
+    kept = sorted(trace.states)
+    emitted = torch.tensor(kept, device=exits.device)[:, None] == exits
+    hidden = [rows / objective.temperature for rows in hidden_rows(model, trace, kept)]
+    _, nll = token_loss(hidden, model.lm_head.weight, targets, emitted, lambda nll, _: nll.sum(0), [])
+    return torch.roll(-nll.sum(0).view_as(batch["labels"]), 1, dims=1)
