@@ -129,15 +129,18 @@ class MathEnvironment(_Base):
             grader.close()
 
     def _read(self, record: Record) -> Question | None:
-        if self.solution is None:
-            gold = text_of(record, self.answer or "answer").strip()
-        else:
-            gold = last_boxed(text_of(record, self.solution))
+        gold = self._gold(record)
         if not gold:
             self._counts["left_out"] += 1
             return None
         text = f"{self.instruction}\n\n{text_of(record, self.problem)}"
         return Question(prompt=asked(text if self.chat else f"{text}\n\n", self.chat), columns={"answer": gold})
+
+    def _gold(self, record: Record) -> str | None:
+        if self.answer is not None:
+            return text_of(record, self.answer).strip()
+        assert self.solution is not None
+        return last_boxed(text_of(record, self.solution))
 
 
 @dataclass(frozen=True, kw_only=True)
