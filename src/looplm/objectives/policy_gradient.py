@@ -81,7 +81,9 @@ class PolicyGradient:
             logits: [T], of learned loop weights.
         """
         targets, kept = next_token_targets(batch["labels"]), sorted(trace.states)
-        hidden = [rows if self.temperature == 1 else rows / self.temperature for rows in hidden_rows(model, trace, kept)]
+        hidden = [
+            rows if self.temperature == 1 else rows / self.temperature for rows in hidden_rows(model, trace, kept)
+        ]
         wide = torch.promote_types(hidden[0].dtype, torch.float32)
         seen = self.seen(trace, batch, logits, wide)
         weights = seen.weights(self.loop_weights)[[loop - 1 for loop in kept]]

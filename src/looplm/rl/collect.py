@@ -145,10 +145,10 @@ def prompt_tokens(tokenizer: PreTrainedTokenizerBase, question: Question) -> lis
     """A question's token ids: text as it is, messages through the tokenizer's chat template."""
     if isinstance(question.prompt, str):
         return encode(tokenizer, [question.prompt])[0]
-    return tokenizer.apply_chat_template(question.prompt, add_generation_prompt=True, return_dict=False)
+    text = tokenizer.apply_chat_template(question.prompt, add_generation_prompt=True, tokenize=False)
+    return encode(tokenizer, [str(text)])[0]
 
 
 def mean_loops(rollout: Rollout) -> float:
     """Loops a token of the completion; the prompt's depth where there is none."""
     return sum(rollout.loops) / len(rollout.loops) if rollout.loops else float(rollout.max_loops)
-

@@ -35,9 +35,7 @@ class Diary:
     def step(self, step: int, experience: Experience, learnt: Mapping[str, float], more: Mapping[str, float]) -> None:
         """After `step` steps, the last of which learnt from `experience`."""
         values = self._rollouts(experience) | self._signals(experience)
-        if self.module.loop_logits is not None:
-            learned = self.module.loop_logits.detach() / self.recipe.objective.loop_weights.temperature
-            values |= {f"learned_weight_loop{t}": w for t, w in enumerate(learned.softmax(0).tolist(), start=1)}
+        values |= {f"learned_weight_loop{t}": w for t, w in enumerate(self.module.loop_weights(), start=1)}
         counted = self._summed({f"graded/{k}": float(v) for k, v in self.recipe.environment.drain_counts().items()})
         self.reward = values["reward"]
         self.log.write(step, {**values, **learnt, **counted, **more})
@@ -108,4 +106,3 @@ class Diary:
                     "loops": rollout.loops,
                 }  # fmt: skip
                 file.write(json.dumps(record) + "\n")
-

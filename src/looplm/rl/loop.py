@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
+from looplm.models import LoopLMForCausalLM
 from looplm.rl.batches import Scored, count, padded, weights
 from looplm.rl.collect import Collector, Experience
 from looplm.rl.diary import Diary
 from looplm.rl.module import PolicyModule, emitted_logprobs
 from looplm.rl.recipe import RLRecipe
-from looplm.models import LoopLMForCausalLM
 from looplm.training.checkpoints import Live, Progress
 from looplm.training.distribution import World, without_sync
 from looplm.training.logs import StepProgress
@@ -87,7 +87,10 @@ def learn(session: Session, experience: Experience, step: int) -> dict[str, floa
     recipe, sums, norms, taken = session.recipe, MetricSums(), [], 0
     scored, cuts = experience.scored, recipe.minibatches
     parts = [
-        _prepared(session, [one for group in scored[len(scored) * part // cuts : len(scored) * (part + 1) // cuts] for one in group])
+        _prepared(
+            session,
+            [one for group in scored[len(scored) * part // cuts : len(scored) * (part + 1) // cuts] for one in group],
+        )
         for part in range(cuts)
     ]
     for epoch in range(recipe.epochs):

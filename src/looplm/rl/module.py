@@ -7,32 +7,38 @@ from looplm.models import LoopLMForCausalLM, Trace
 from looplm.models.exits import exit_log_pdf
 from looplm.models.replay import replay
 from looplm.objectives import PolicyGradient
-from looplm.objectives.loop_weights import ExitWeights, LearnedWeights
+from looplm.objectives.loop_weights import ExitWeights, LearnedWeights, Trajectories
 from looplm.objectives.policy_gradient import shifted
 from looplm.objectives.targets import Batch, Metrics, hidden_rows, next_token_targets
 from looplm.objectives.token_loss import token_loss
+from looplm.training.module import TrainedModule
 
 
-class PolicyModule(nn.Module):
-    """What a reinforcement-learning step differentiates."""
+class PolicyModule(TrainedModule):
+    """The policy under its objective, with the logits of learned loop weights beside it."""
 
     def __init__(
         self, model: LoopLMForCausalLM, objective: PolicyGradient, loops: int, autocast: torch.dtype | None = None
     ) -> None:  # fmt: skip
-        super().__init__()
-        self.model = model
+        super().__init__(model, autocast)
         self.objective = objective
-        self.autocast = autocast
         learned = isinstance(objective.loop_weights, LearnedWeights)
         self.loop_logits = nn.Parameter(objective.loop_weights.first_logits(loops)) if learned else None
 
     def forward(self, batch: Batch, loops: int) -> tuple[Tensor, Metrics]:
         """The loss of a micro-batch, and its metrics as sums weighted by `batch["weights"]`."""
-        device = batch["input_ids"].device.type
-        with torch.autocast(device, self.autocast, enabled=self.autocast is not None):
-            return self.objective(
-                self.model, trajectories(self.model, batch, loops, self.objective), batch, self.loop_logits
-            )
+        with self.precision():
+            trace = trajectories(self.model, batch, loops, self.objective)
+            loss, metrics = self.objective(self.model, trace, batch, self.loop_logits)
+        return self.joined(loss), metrics
+
+    def loop_weights(self) -> list[float]:
+        """The learned weights of the loops as they are, if there are any."""
+        if self.loop_logits is None:
+            return []
+        loops = torch.arange(1.0, 1 + len(self.loop_logits))[:, None]
+        seen = Trajectories(loop=loops, exits=loops[-1], logits=self.loop_logits.detach().cpu())
+        return seen.weights(self.objective.loop_weights)[:, 0].tolist()
 
     @torch.no_grad()
     def before_updates(self, batch: Batch, loops: int) -> dict[str, Tensor]:

@@ -1,0 +1,84 @@
+"""Sums of many digits, answered with the total after every term or at once; only the last total is marked."""
+
+import hashlib
+import itertools
+import random
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from looplm.tasks.example import Example
+
+MARK, END = "#", "<end>"
+_NAMES = string.ascii_lowercase
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningSum:
+    """`a3b8c5d9=` -> `a3b1c6d5#5<end>`: the total (here modulo 10) after every term, a mark, the last total.
+
+    Every character and the end mark is a token. A question has n digits, n uniform in `fewest`..`terms`, each
+    after a letter, by which a step finds its term. `grade` reads what follows the last mark alone: the totals written
+    before it are free, and each is one addition, while the answer without them is all of them at once. `written: false`
+    leaves them out of the answer, which is what supervised training then learns. With modulus null totals grow to two
+    digits and more.
+
+    A share `held_out` of the questions (chosen by a hash, whatever the other settings) is never in the "train" split
+    and is all that "test" asks.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "allow_inf_nan": False}  # for recipes
+
+    kind: Literal["running_sum"] = "running_sum"
+    terms: int = 8
+    fewest: int = 2
+    modulus: int | None = 10
+    written: bool = True
+    held_out: float = 0.1
+    split: Literal["train", "test"] = "train"
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.fewest <= self.terms <= len(_NAMES):
+            raise ValueError(
+                f"running_sum needs 2 <= fewest <= terms <= {len(_NAMES)}, got fewest {self.fewest}, terms {self.terms}"
+            )
+        if self.modulus is not None and self.modulus < 2:
+            raise ValueError(f"running_sum needs a modulus of at least 2, or null, got {self.modulus}")
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"running_sum needs held_out between 0 and 1, got {self.held_out}")
+
+    def words(self) -> list[str]:
+        """Every token of the task, the letters of longer sums included."""
+        return [*string.digits, *_NAMES, "=", MARK, END]
+
+    def example(self, seed: int) -> Example:
+        """The question number `seed` of this split."""
+        generator = random.Random(f"running_sum/{self.split}/{seed}")
+        count = generator.randint(self.fewest, self.terms)
+        while True:
+            digits = [generator.randrange(10) for _ in range(count)]
+            if self.is_held_out(digits) == (self.split == "test"):
+                return self.question(digits)
+
+    def question(self, digits: Sequence[int]) -> Example:
+        """The question that adds up `digits`; its difficulty is their number."""
+        totals = [total if self.modulus is None else total % self.modulus for total in itertools.accumulate(digits)]
+        steps = _named(totals) if self.written else ""
+        return Example(
+            prompt=f"{_named(digits)}=", answer=f"{steps}{MARK}{totals[-1]}{END}", difficulty=len(digits)
+        )  # fmt: skip
+
+    def is_held_out(self, digits: Sequence[int]) -> bool:
+        """Whether the question belongs to the test split."""
+        digest = hashlib.sha256(_named(digits).encode()).digest()
+        return int.from_bytes(digest[:4], "big") < self.held_out * 2**32
+
+    def grade(self, example: Example, text: str) -> float:
+        """1.0 if the last total stands between the last mark of `text` and the end mark or the text's end, else 0.0."""
+        _, mark, final = text.rpartition(MARK)
+        return float(bool(mark) and final.partition(END)[0] == example.answer.rpartition(MARK)[2].removesuffix(END))
+
+
+def _named(numbers: Sequence[int]) -> str:
+    return "".join(f"{name}{number}" for name, number in zip(_NAMES, numbers, strict=False))
