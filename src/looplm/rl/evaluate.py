@@ -31,7 +31,9 @@ def evaluate(
                 model, tokenizer, depth=FixedLoops(loop), loops=loop, max_rows=recipe.sampling.max_rows,
                 max_length=recipe.sampling.max_prompt + max_tokens, kv_bytes=recipe.sampling.kv_bytes,
             )  # fmt: skip
-            done = engine.generate([tokens for _, tokens in pairs], SamplingParams(max_tokens=max_tokens))
+            done = engine.generate(
+                [tokens for _, tokens in pairs], SamplingParams(max_tokens=max_tokens, stop=recipe.sampling.stop)
+            )
             marks = environment.reward(
                 [question for question, _ in pairs], [one.text or "" for one in done], [one.token_ids for one in done]
             )

@@ -26,6 +26,7 @@ class Sampling:
 
     temperature: also that of all log-probabilities in training; there is no top-k or top-p, which training could not
         replay · depth: when tokens leave the loop · kv: "full" or "recomputed"
+    stop: strings that end a completion, beside the model's end tokens
     max_tokens: of a completion · max_prompt: tokens of a prompt; a longer one is left out, and counted
     max_rows: completions in the loop at once, on each process · kv_bytes: what their keys and values may take.
     """
@@ -37,6 +38,7 @@ class Sampling:
     max_prompt: PositiveInt = 512
     depth: RolloutDepth = field(default_factory=FixedRolloutDepth)
     kv: str = "full"
+    stop: tuple[str, ...] = ()
     max_rows: PositiveInt = 32
     kv_bytes: PositiveInt = 2**31
 

@@ -103,13 +103,13 @@ class EngineRollouts:
     Args:
         depth: when tokens leave · kv: "full", where a token that leaves copies its last keys into the deeper slots, or
             "recomputed"; what else is shared between loops no parallel call can replay
-        temperature: of sampling · max_tokens: of a completion · max_prompt: tokens of a prompt at most
+        temperature: of sampling · stop: strings that end a completion · max_tokens: of one · max_prompt: tokens of a prompt at most
         max_rows: rollouts in the loop at once · kv_bytes: what keys and values may take.
     """
 
     def __init__(
         self, model: LoopLMForCausalLM, tokenizer: PreTrainedTokenizerBase, depth: DepthPolicy, *, kv: str = "full",
-        temperature: float = 1.0, max_tokens: int = 64, max_prompt: int = 512, max_rows: int = 16,
+        temperature: float = 1.0, stop: Sequence[str] = (), max_tokens: int = 64, max_prompt: int = 512, max_rows: int = 16,
         kv_bytes: int = 2**31,
     ) -> None:  # fmt: skip
         check_replayable(kv)
@@ -118,7 +118,9 @@ class EngineRollouts:
             model, tokenizer, depth=depth, kv=kv, loops=self.max_loops, max_rows=max_rows,
             max_length=max_prompt + max_tokens, kv_bytes=kv_bytes,
         )  # fmt: skip
-        self.params = SamplingParams(temperature=temperature, max_tokens=max_tokens, logprobs_mode="processed")
+        self.params = SamplingParams(
+            temperature=temperature, max_tokens=max_tokens, stop=tuple(stop), logprobs_mode="processed"
+        )
 
     def sample(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], group: int) -> list[list[Rollout]]:
         """`group` rollouts of every prompt [B], drawn by its own seed; the random start state, too."""
