@@ -20,7 +20,7 @@ from looplm.objectives.token_loss import token_loss
 class PolicyGradient:
     """sum over tokens of w (-min(r A, clip(r) A) + kl k3), r the ratio of the policy that emitted the token.
 
-    A token that left at loop e has log-probability L = log P^(e); its ratio is exp(L - L_sampled), and that ratio's
+    A token that left at loop e has log-probability L = log P^(e). Its ratio is exp(L - L_sampled), and that ratio's
     gradient is RLTT's: log P^(t) of the loops t <= e count by `loop_weights` instead of the last alone. With all weight
     on the last this is GRPO. k3 = exp(d) - d - 1 with d = L_reference - L, whose gradient is that of L alone.
 
@@ -73,7 +73,8 @@ class PolicyGradient:
         """The loss, and metrics as sums weighted by `batch["weights"]`.
 
         Args:
-            trace: with the states of the loops that `needs` names.
+            trace: with the states of the loops that `needs` names, each token standing still after its exit, as
+                `looplm.models.replay` gives them: L is read of the last loop.
             batch: `labels` [B, S], -100 but on completions; and of the same shape, aligned with the labels, `weights`
                 (the normalisation), `advantages`, `exits` (the loop that emitted the token) and `sampled` (its
                 log-probability then, with that of its exit where `learn_exits`). `reference` [B, S] where kl > 0.
@@ -86,21 +87,22 @@ class PolicyGradient:
         ]
         wide = torch.promote_types(hidden[0].dtype, torch.float32)
         seen = self.seen(trace, batch, logits, wide)
-        weights = seen.weights(self.loop_weights)[[loop - 1 for loop in kept]]
-        emitted = torch.tensor(kept, device=targets.device)[:, None] == seen.exits
+        weights = _read_last(seen.weights(self.loop_weights), seen)[[loop - 1 for loop in kept]]
         mass, advantage, sampled = (shifted(batch[name]).to(wide) for name in ("weights", "advantages", "sampled"))
         mass = mass * (targets != IGNORED)
         reference = shifted(batch["reference"]).to(wide) if self.kl else torch.zeros_like(mass)
         left = self._exit_log_prob(trace, seen.exits).to(wide)
-        given = [weights, emitted, mass, advantage, sampled, reference, left]
-        loss, nll = token_loss(hidden, model.lm_head.weight, targets, (weights > 0) | emitted, self._of_tokens, given)
+        given = [weights, mass, advantage, sampled, reference, left]
+        read = weights > 0
+        read[-1] = True
+        loss, nll = token_loss(hidden, model.lm_head.weight, targets, read, self._of_tokens, given)
         with torch.no_grad():
-            return loss, self._metrics(nll, kept, given)
+            return loss, self._metrics(nll, seen, kept, given)
 
     def _of_tokens(self, nll_TC: Tensor, given: Sequence[Tensor]) -> Tensor:
         """The loss [C] of tokens with nll [T, C], and `given` as `__call__` lists it."""
-        weights, emitted, mass, advantage, sampled, reference, left = given
-        last = -(nll_TC * emitted).sum(0)
+        weights, mass, advantage, sampled, reference, left = given
+        last = -nll_TC[-1]
         value = self._value(last, -(nll_TC * weights).sum(0), left)
         ratio = (value - sampled).exp()
         low = -torch.inf if self.clip_low is None else 1 - self.clip_low
@@ -143,11 +145,10 @@ class PolicyGradient:
         assert trace.gate_logits is not None
         return exit_log_pdf(trace.gate_logits).flatten(0, 1).gather(-1, exits[:, None] - 1).squeeze(-1)
 
-    def _metrics(self, nll: Tensor, kept: list[int], given: Sequence[Tensor]) -> Metrics:
+    def _metrics(self, nll: Tensor, seen: Trajectories, kept: list[int], given: Sequence[Tensor]) -> Metrics:
         """Means over tokens as weighted sums: how far the policy moved, and how sure every loop is."""
-        weights, emitted, mass, advantage, sampled, reference, left = given
-        last = -(nll * emitted).sum(0)
-        drift = last + (left if self.learn_exits else 0) - sampled
+        weights, mass, advantage, sampled, reference, left = given
+        drift = -nll[-1] + (left if self.learn_exits else 0) - sampled
         ratio = drift.exp()
         outside = torch.zeros_like(ratio, dtype=torch.bool)
         if self.clip_low is not None:
@@ -156,12 +157,19 @@ class PolicyGradient:
             outside |= (ratio > 1 + self.clip_high) & (advantage > 0)
         found = {"ratio": ratio, "ratio_drift": drift.abs(), "clipped": outside.to(mass), "sampled_kl": _k3(-drift)}
         if self.kl:
-            found["reference_kl"] = _k3(reference - last)
-        read = (weights > 0) | emitted
+            found["reference_kl"] = _k3(reference + nll[-1])
         for row, loop in enumerate(kept):
-            found[f"nll_loop{loop}"] = nll[row] * read[row]
-            found[f"weight_loop{loop}"] = weights[row]
+            here = seen.exits == loop
+            found[f"nll_loop{loop}"] = torch.where(here, nll[-1], nll[row] * (seen.exits > loop))
+            found[f"weight_loop{loop}"] = torch.where(here, weights[-1], weights[row] * (seen.exits > loop))
         return {name: (values * mass).sum().detach() for name, values in found.items()}
+
+
+def _read_last(weights: Tensor, seen: Trajectories) -> Tensor:
+    """Weights [T, N] with that of each token's exit moved to the last loop, where the token still stands as it left."""
+    own = (weights * (seen.loop == seen.exits)).sum(0)
+    moved = torch.where(seen.loop < seen.exits, weights, torch.zeros_like(weights))
+    return torch.cat([moved[:-1], own[None]])
 
 
 def shifted(values: Tensor, fill: float = 0) -> Tensor:

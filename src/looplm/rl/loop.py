@@ -135,7 +135,11 @@ def _asked(session: Session, batch: Batch) -> Batch:
     if recipe.objective.kl:
         with session.reference() as model:
             batch["reference"] = emitted_logprobs(model, batch, session.loops, module.objective)
-    return batch | (module.before_updates(batch, session.loops) if recipe.asks_old_gate else {})
+    if recipe.asks_old_gate or recipe.objective.learn_exits:
+        log_pdf = batch["exit_log_pdf"] = module.of_gate(batch, session.loops)
+        if recipe.objective.learn_exits:
+            batch["sampled"] = batch["sampled"] + log_pdf.gather(-1, batch["exits"][..., None] - 1).squeeze(-1)
+    return batch
 
 
 def _gradient(session: Session, part: _Part, sums: MetricSums) -> float:

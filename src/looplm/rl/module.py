@@ -7,10 +7,9 @@ from looplm.models import LoopLMForCausalLM, Trace
 from looplm.models.exits import exit_log_pdf
 from looplm.models.replay import replay
 from looplm.objectives import PolicyGradient
-from looplm.objectives.loop_weights import ExitWeights, LearnedWeights, Trajectories
-from looplm.objectives.policy_gradient import shifted
+from looplm.objectives.linear_ce import linear_cross_entropy
+from looplm.objectives.loop_weights import LearnedWeights, Trajectories
 from looplm.objectives.targets import Batch, Metrics, hidden_rows, next_token_targets
-from looplm.objectives.token_loss import token_loss
 from looplm.training.module import TrainedModule
 
 
@@ -41,14 +40,11 @@ class PolicyModule(TrainedModule):
         return seen.weights(self.objective.loop_weights)[:, 0].tolist()
 
     @torch.no_grad()
-    def before_updates(self, batch: Batch, loops: int) -> dict[str, Tensor]:
-        """What the objective asks of the policy that sampled, aligned with the labels: its gate's `exit_log_pdf`."""
-        rule = self.objective.loop_weights
-        if not isinstance(rule, ExitWeights) or rule.live:
-            return {}
-        trace = trajectories(self.model, batch, loops, self.objective)
-        assert trace.gate_logits is not None
-        return {"exit_log_pdf": torch.roll(exit_log_pdf(trace.gate_logits), 1, dims=1)}
+    def of_gate(self, batch: Batch, loops: int) -> Tensor:
+        """The exit distribution's log [B, S, loops] of the gate as it is, aligned with the labels."""
+        gate_logits = trajectories(self.model, batch, loops, self.objective).gate_logits
+        assert gate_logits is not None
+        return torch.roll(exit_log_pdf(gate_logits), 1, dims=1)
 
 
 def trajectories(model: LoopLMForCausalLM, batch: Batch, loops: int, objective: PolicyGradient) -> Trace:
@@ -68,10 +64,8 @@ def trajectories(model: LoopLMForCausalLM, batch: Batch, loops: int, objective: 
 @torch.no_grad()
 def emitted_logprobs(model: LoopLMForCausalLM, batch: Batch, loops: int, objective: PolicyGradient) -> Tensor:
     """What `model` says of each target [B, S] at the loop that emitted it, under the temperature; 0 elsewhere."""
-    trace = trajectories(model, batch, loops, objective)
-    exits, targets = shifted(batch["exits"], fill=loops), next_token_targets(batch["labels"])
-    kept = sorted(trace.states)
-    emitted = torch.tensor(kept, device=exits.device)[:, None] == exits
-    hidden = [rows / objective.temperature for rows in hidden_rows(model, trace, kept)]
-    _, nll = token_loss(hidden, model.lm_head.weight, targets, emitted, lambda nll, _: nll.sum(0), [])
-    return torch.roll(-nll.sum(0).view_as(batch["labels"]), 1, dims=1)
+    trace, targets = trajectories(model, batch, loops, objective), next_token_targets(batch["labels"])
+    (hidden,) = hidden_rows(model, trace, [max(trace.states)])
+    nothing = torch.zeros(1, len(targets), device=targets.device)
+    _, nll = linear_cross_entropy([hidden / objective.temperature], model.lm_head.weight, targets, nothing)
+    return torch.roll(-nll.view_as(batch["labels"]), 1, dims=1)

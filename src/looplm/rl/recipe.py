@@ -70,7 +70,7 @@ class RLRecipe(RunSettings):
     """
 
     init_from: str
-    environment: Environment
+    environment: Annotated[Environment, Field(discriminator="kind")]
     sampling: Sampling = field(default_factory=Sampling)
     advantages: Advantages = field(default_factory=Advantages)
     objective: PolicyGradient = field(default_factory=PolicyGradient)

@@ -103,14 +103,15 @@ class EngineRollouts:
     Args:
         depth: when tokens leave · kv: "full", where a token that leaves copies its last keys into the deeper slots, or
             "recomputed"; what else is shared between loops no parallel call can replay
-        temperature: of sampling · stop: strings that end a completion · max_tokens: of one · max_prompt: tokens of a prompt at most
-        max_rows: rollouts in the loop at once · kv_bytes: what keys and values may take.
+        temperature: of sampling · stop: strings that end a completion · max_tokens: of one
+        max_prompt: tokens of a prompt at most · max_rows: rollouts in the loop at once
+        kv_bytes: what keys and values may take.
     """
 
     def __init__(
         self, model: LoopLMForCausalLM, tokenizer: PreTrainedTokenizerBase, depth: DepthPolicy, *, kv: str = "full",
-        temperature: float = 1.0, stop: Sequence[str] = (), max_tokens: int = 64, max_prompt: int = 512, max_rows: int = 16,
-        kv_bytes: int = 2**31,
+        temperature: float = 1.0, stop: Sequence[str] = (), max_tokens: int = 64, max_prompt: int = 512,
+        max_rows: int = 16, kv_bytes: int = 2**31,
     ) -> None:  # fmt: skip
         check_replayable(kv)
         self.max_loops = depth.deepest(max(model.config.loops, depth.loops if isinstance(depth, FixedLoops) else 1))

@@ -72,8 +72,8 @@ def engine_source(recipe: RLRecipe, opened: Opened) -> EngineRollouts:
     sampling, model = recipe.sampling, opened.model
     return EngineRollouts(
         model, opened.tokenizer, sampling.depth.policy(model.config.loops), kv=sampling.kv,
-        temperature=sampling.temperature, stop=sampling.stop, max_tokens=sampling.max_tokens, max_prompt=sampling.max_prompt,
-        max_rows=sampling.max_rows, kv_bytes=sampling.kv_bytes,
+        temperature=sampling.temperature, stop=sampling.stop, max_tokens=sampling.max_tokens,
+        max_prompt=sampling.max_prompt, max_rows=sampling.max_rows, kv_bytes=sampling.kv_bytes,
     )  # fmt: skip
 
 
