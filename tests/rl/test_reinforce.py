@@ -161,6 +161,16 @@ def test_later_updates_use_the_gate_that_sampled_and_are_clipped(tmp_path):
     assert abs(record["ratio"] - 1) < 1e-4  # that of the first
 
 
+def test_simulated_exits_train_another_policy_and_say_so(tmp_path):
+    run(write_recipe(tmp_path, ("simulated_exit=0.5", "steps=1", "objective.loop_weights={kind: last}")))
+    (record,) = [record for record in read_log(tmp_path / "run") if "ratio_drift" in record]
+    assert record["ratio_drift"] > 0.01
+    assert record["mean_loops"] == 3  # sampled at all loops
+    assert record["nll_loop1"] > 0  # and trained at fewer
+    with pytest.raises(ValueError, match="for tokens sampled at one depth"):
+        write_recipe(tmp_path, ("simulated_exit=0.5", EARLY))
+
+
 def test_a_run_tells_what_it_did(tmp_path):
     run(write_recipe(tmp_path, (EARLY,)))
     records = read_log(tmp_path / "run")

@@ -13,7 +13,7 @@ from looplm.models import LoopLMForCausalLM
 from looplm.rl.batches import Scored, count, padded, weights
 from looplm.rl.collect import Collector, Experience
 from looplm.rl.diary import Diary
-from looplm.rl.module import PolicyModule, emitted_logprobs
+from looplm.rl.module import PolicyModule, emitted_logprobs, simulated_exits
 from looplm.rl.recipe import RLRecipe
 from looplm.training.checkpoints import Live, Progress
 from looplm.training.distribution import World, without_sync
@@ -132,6 +132,8 @@ def _prepared(session: Session, scored: Sequence[Scored]) -> _Part:
 def _asked(session: Session, batch: Batch) -> Batch:
     """`batch` with what the reference says of it, and the gate that sampled."""
     recipe, module = session.recipe, session.module
+    if recipe.simulated_exit is not None:
+        batch |= simulated_exits(module.model, batch, session.loops, recipe.simulated_exit)
     if recipe.objective.kl:
         with session.reference() as model:
             batch["reference"] = emitted_logprobs(model, batch, session.loops, module.objective)
@@ -161,7 +163,7 @@ def _gradient(session: Session, part: _Part, sums: MetricSums) -> float:
 def _refuse_drift(session: Session, sums: MetricSums, step: int) -> None:
     """Stop where the policy that is trained is not the one that sampled."""
     drift = sums.means(session.world.sum).get("ratio_drift", 0.0)
-    if drift > session.recipe.max_drift:
+    if session.recipe.simulated_exit is None and drift > session.recipe.max_drift:
         raise ValueError(
             f"step {step}: log-probabilities in training lie {drift:.2g} from the sampler's on average, more than "
             f"max_drift={session.recipe.max_drift:g}; a lower precision may need a larger max_drift"

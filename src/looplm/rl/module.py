@@ -47,6 +47,17 @@ class PolicyModule(TrainedModule):
         return torch.roll(exit_log_pdf(gate_logits), 1, dims=1)
 
 
+@torch.no_grad()
+def simulated_exits(model: LoopLMForCausalLM, batch: Batch, loops: int, q: float) -> dict[str, Tensor]:
+    """Where the gate would have let each token go: other `exits` [B, S], and the loops at which inputs are `read`.
+
+    Keys stay those of all loops, as they were when the tokens were sampled.
+    """
+    trace = model.model(batch["input_ids"], batch["attention_mask"], loops=loops, use_cache=False)
+    read = model.exit_loops(trace, q)
+    return {"read": read, "exits": torch.roll(read, 1, dims=1)}
+
+
 def trajectories(model: LoopLMForCausalLM, batch: Batch, loops: int, objective: PolicyGradient) -> Trace:
     """The loops of a batch's tokens as they were when sampled; only as many are kept as the objective reads."""
     early = bool((batch["exits"] < loops).any())

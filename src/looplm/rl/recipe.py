@@ -65,8 +65,10 @@ class RLRecipe(RunSettings):
 
     mean: what a token's weight divides by · mask_truncated: leave completions that hit `max_tokens` out of the loss and
     of its means · loop_price: taken from a completion's reward for each loop that its tokens did on average
+    simulated_exit: train each token at the loop where the gate's CDF reaches this, although it was sampled at another:
+        off the policy by intent, corrected by the clipped ratio alone (one of Ouro's two attempts)
     max_drift: how far log-probabilities may lie, on average, from those of the sampler before the first update; further
-    off, what is trained is not what sampled, and the run stops.
+        off, what is trained is not what sampled, and the run stops. Simulated exits may drift, and the log says so.
     """
 
     init_from: str
@@ -77,6 +79,7 @@ class RLRecipe(RunSettings):
     mean: Mean = "sequence"
     mask_truncated: bool = False
     loop_price: NonNegativeFloat = 0.0
+    simulated_exit: Annotated[float, Field(ge=0, le=1)] | None = None
     epochs: PositiveInt = 1
     minibatches: PositiveInt = 1
     max_drift: PositiveFloat = 1e-3
@@ -95,6 +98,8 @@ class RLRecipe(RunSettings):
             )
         if self.objective.learn_exits and not isinstance(self.sampling.depth, SampledRolloutDepth):
             raise ValueError("objective.learn_exits needs exits that the gate has drawn: sampling.depth.kind=sampled")
+        if self.simulated_exit is not None and not isinstance(self.sampling.depth, FixedRolloutDepth):
+            raise ValueError("simulated_exit is for tokens sampled at one depth: sampling.depth.kind=fixed")
         if self.sampling.prompts % self.minibatches:
             raise ValueError(f"{self.sampling.prompts} prompts cannot be cut into {self.minibatches} minibatches")
         if self.parallel == "fsdp":
