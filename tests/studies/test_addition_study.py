@@ -119,31 +119,51 @@ def test_a_model_that_learned_nothing_holds_nothing():
     assert any(claim.startswith("STARS stays") for claim in refuted(**{STARS: {"peak": 0.0}}))
 
 
-def recipe_of(cell, scale):
+def recipes_of(cell, scale):
     (job, *_) = AdditionStudy().jobs(scale, 1)[cell]
-    (recipe,) = job.recipes(Path("nowhere"))
-    return recipe
+    return job.recipes(Path("nowhere"))
+
+
+def recipe_of(cell, scale):
+    """The last stage, with the model of the first."""
+    first, last = (found := recipes_of(cell, scale))[0], found[-1]
+    return replace(last, model=first.model, init_from=None, out="nowhere")
 
 
 @pytest.mark.parametrize("scale", ["paper", "cpu"])
 def test_cells_differ_from_stars_in_what_their_names_say(scale):
     stars = recipe_of(STARS, scale)
-    assert (stars.stability.form.kind, stars.stability.weight, stars.depth.kind) == (
-        "vector_jacobian",
-        0.1,
-        "log_normal",
-    )
+    term = stars.stability
+    assert (term.form.kind, term.weight, stars.depth.kind) == ("vector_jacobian", 0.1, "log_normal")
     assert recipe_of(RANDOM, scale) == replace(stars, stability=None)
     assert recipe_of("Post-Sandwich, JSRR only", scale) == replace(stars, depth=None)
-    static = recipe_of(STATIC, scale)
-    assert (static, static.loops) == (replace(stars, depth=None, stability=None), 4)
-    assert recipe_of("Pre, RMSNorm", scale).model == stars.model | {"norm_placement": "pre", "norm": "rms"}
     assert recipe_of("Pre-Sandwich, STARS", scale).model == stars.model | {"norm_placement": "sandwich_branch"}
-    assert recipe_of("Post-Sandwich, coda", scale).model == stars.model | {"norm": "layer", "coda_layers": 1}
     assert recipe_of("Post-Sandwich, STARS 0.2", scale).stability.weight == 0.2
     l2 = recipe_of("Post-Sandwich, random loops and L2 0.2", scale)
     assert (l2.stability.form.kind, l2.stability.mixing, l2.depth) == ("adjacent_l2", "additive", stars.depth)
     assert (recipe_of("Post-Sandwich, Poisson 10", scale).depth.mean, l2.stability.weight) == (10, 0.2)
+
+
+@pytest.mark.parametrize("scale", ["paper", "cpu"])
+def test_the_grid_differs_by_norms_and_parts_alone(scale):
+    static = recipe_of(STATIC, scale)
+    assert (static.depth, static.stability, static.loops) == (None, None, 4)
+    for cell, change in (
+        ("Pre, RMSNorm", {"norm_placement": "pre", "norm": "rms"}), ("Post-Sandwich, coda", {"coda_layers": 1}),
+    ):  # fmt: skip
+        assert recipe_of(cell, scale) == replace(static, model=static.model | change)
+
+
+def test_treatments_go_on_from_one_model_that_adds_at_four_loops():
+    first, _ = recipes_of(STARS, "cpu")
+    assert (first.depth, first.stability, first.loops, first.steps) == (None, None, 4, 800)
+    for cell in (RANDOM, "Post-Sandwich, JSRR only", "Post-Sandwich, L2 0.2"):
+        other, treated = recipes_of(cell, "cpu")
+        assert replace(other, out="") == replace(first, out="")
+        assert treated.init_from == other.out
+        assert other.steps + treated.steps == recipe_of(STATIC, "cpu").steps
+    (scratch,) = recipes_of(f"{RANDOM} from scratch", "cpu")
+    assert scratch.init_from is None
 
 
 def test_the_papers_scale_is_the_papers_recipe():

@@ -23,6 +23,7 @@ class Noted:
     """Leaves a mark for every time that it is run."""
 
     accuracy: float
+    loops: float = 2.0
 
     def steps(self):
         return 40
@@ -35,7 +36,7 @@ class Noted:
             raise ValueError(f"{folder.name} has no accuracy")
         return Outcome(
             values={"accuracy": self.accuracy}, series={"loops": [(1.0, 0.0), (2.0, self.accuracy)]},
-            facts={"parameters": 1234, "loops": 2.0},
+            facts={"parameters": 1234, "loops": self.loops},
         )  # fmt: skip
 
 
@@ -56,7 +57,7 @@ class Toy(Study):
         assert scale == "smoke"
         return {
             "1x4, looped": [Noted(value) for value in self.looped[:seeds]],
-            "1x1": [Noted(value) for value in self.plain[:seeds]],
+            "1x1": [Noted(value, loops=1.0) for value in self.plain[:seeds]],
         }
 
     def verdicts(self, results):
@@ -83,7 +84,8 @@ def test_a_study_is_run_once_and_recorded_with_means_ranges_and_verdicts(tmp_pat
     assert cell["facts"] == {"parameters": 1234, "loops": 2.0, "seeds": [0, 1, 2]}
     assert [outcome["series"]["loops"][1] for outcome in cell["outcomes"]] == [[2.0, 0.5], [2.0, 0.7], [2.0, 0.9]]
     page = (tmp_path / "toy.md").read_text()
-    assert "| 1x4, looped | 1,234 | 2 | 0.7 [0.5, 0.9] |" in page
+    assert "| 1x4, looped | 2 | 0.7 [0.5, 0.9] |" in page  # what differs is a column, what does not a sentence
+    assert "Every run: parameters 1,234. Means over seeds" in page
     assert "![Accuracy by loops.](results/toy_loops.svg)" in page
     assert "- **Holds** (+0.4 accuracy, 3 seeds): looped above plain" in page
     assert (tmp_path / "toy_loops.svg").read_text().startswith("<svg")

@@ -19,16 +19,21 @@ NORMS = {"LayerNorm": "layer", "RMSNorm": "rms", "SimpleNorm": "plain"}
 STATIC, RANDOM, STARS = "Post-Sandwich, LayerNorm", "Post-Sandwich, random loops", "Post-Sandwich, STARS"
 _HEADLINE = (STATIC, "Pre-Sandwich, LayerNorm", RANDOM, STARS)
 _FIXED, _NO_TERM = "depth=null", "stability=null"
+_SCRATCH = " from scratch"
 _SHORT = 0.01  # what a model may lose and still hold its peak
 
 _ACROSS: dict[Scale, tuple[str, ...]] = {
     "paper": (),
     "cpu": (),
     "smoke": (
-        "steps=3", "data.rows=2", "log_every=1", "stability.from_step=1", "data.sources.addition.held_out_questions=8",
+        "data.rows=2", "log_every=1", "stability.from_step=1", "data.sources.addition.held_out_questions=8",
         "model.hidden_size=16", "model.intermediate_size=16", "model.num_attention_heads=2",
     ),
 }  # fmt: skip
+_SHORT_RUN: dict[Scale, tuple[str, ...]] = {"paper": (), "cpu": (), "smoke": ("steps=3",)}
+# A treatment goes on from a model that adds at 4 loops: from scratch, random loops teach nothing in as many steps.
+_FIRST = (_FIXED, _NO_TERM, "micro_rows=null", "steps=800", "schedule={kind: constant, warmup_steps: 300}")
+_THEN = ("model=null", "steps=1200", "optimizer.lr=5e-4", "schedule.warmup_steps=100")
 _WIDEST: dict[Scale, int] = {"paper": 40, "cpu": 16, "smoke": 4}  # of the second uniform distribution
 _DEEPEST: dict[Scale, tuple[int, int]] = {"paper": (4000, 4000), "cpu": (512, 4000), "smoke": (16, 32)}
 _QUESTIONS: dict[Scale, int] = {"paper": 1024, "cpu": 128, "smoke": 8}
@@ -48,25 +53,26 @@ class AdditionStudy(Study):
         "Appendix C; width 512, no repeats)."
     )
     setting: ClassVar[str] = (
-        "the same block at width 128 without dropout, 64 questions a step; accuracy on 128 held-out pairs, whole "
-        "answers. `fall` is the peak less the worst accuracy from 4 loops on, `holds to` the loops up to which it "
-        "stays within a point of the peak, `norm growth` the state norm at 64 loops over that at 4, `radius` the "
-        "spectral radius of one loop's Jacobian there, `residual` the next loop's step relative to the state."
+        "the same block at width 128 without dropout, 64 questions a step, loops clipped at 16; the grid 2,000 steps "
+        "at 4 loops, each treatment 800 such steps and then 1,200 of its own (`from scratch`: 2,000). Accuracy on 128 "
+        "held-out pairs, whole answers. `fall` is the peak less the worst accuracy from 4 loops on, `holds to` the "
+        "loops up to which it stays within a point of the peak, `norm growth` the state norm at 64 loops over that at "
+        "4, `radius` the spectral radius of one loop's Jacobian there, `residual` the next loop's step relative to "
+        "the state."
     )
     chance: ClassVar[str] = "guessing gets 0.0001"
 
     def jobs(self, scale: Scale, seeds: int) -> dict[str, list[Job]]:
         """Headline cells with every seed, the others with one; the grid is measured at fewer loops."""
-        recipe = "stars_addition" if scale == "paper" else "addition"
         shallow, deep = _DEEPEST[scale]
         found: dict[str, list[Job]] = {}
-        for cells, deepest in ((_grid(), shallow), (_treatments(_WIDEST[scale]), deep)):
+        treated = _treatments(scale)
+        for cells, deepest, make in ((_grid(), shallow, _alone), (treated, deep, _after_fixed_loops)):
             for cell, overrides in cells.items():
-                stage = Stage(recipe=recipe, overrides=(*_ACROSS[scale], *overrides))
-                depth = deep if cell in _HEADLINE else deepest
-                read = partial(measure, deepest=depth, questions=_QUESTIONS[scale])
+                stages = (_alone if cell.endswith(_SCRATCH) else make)(scale, overrides)
+                read = partial(measure, deepest=deep if cell in _HEADLINE else deepest, questions=_QUESTIONS[scale])
                 count = seeds if cell in _HEADLINE else 1
-                found[cell] = [Trained(stages=(stage,), measure=read, seed=seed) for seed in range(count)]
+                found[cell] = [Trained(stages=stages, measure=read, seed=seed) for seed in range(count)]
         return found
 
     def verdicts(self, results: Results) -> list[Verdict]:
@@ -100,11 +106,11 @@ def _of_fixed_loops(results: Results) -> dict[str, tuple[Figure, str]]:
 
 def _of_training(results: Results) -> dict[str, tuple[Figure, str]]:
     external = "Post-Sandwich, "
-    drawn = [external + name for name in ("random loops", *_distributions(0))]
+    drawn = [external + name for name in ("random loops", *_distributions("cpu"))]
     terms = [external + name for name in ("STARS", "STARS 0.15", "STARS 0.2", "L2 0.2", "random loops and L2 0.2")]
     return {
         "stars": (
-            _accuracy(results, [STATIC, external + "JSRR only", RANDOM, STARS]),
+            _accuracy(results, [STATIC, external + "JSRR only", RANDOM, STARS, *_from_scratch(results)]),
             "Post-Sandwich at 4 fixed loops, with the Jacobian term alone, with random loops alone, and with both: "
             "accuracy by the loops used, in bands from the lowest to the highest seed.",
         ),
@@ -147,6 +153,21 @@ def _of_states(results: Results) -> dict[str, tuple[Figure, str]]:
 _PARTS = {"prelude": "model.prelude_layers=1", "coda": "model.coda_layers=1"}
 
 
+def _alone(scale: Scale, overrides: tuple[str, ...]) -> tuple[Stage, ...]:
+    """A run from scratch."""
+    recipe = "stars_addition" if scale == "paper" else "addition"
+    return (Stage(recipe=recipe, overrides=(*_ACROSS[scale], *overrides, *_SHORT_RUN[scale])),)
+
+
+def _after_fixed_loops(scale: Scale, overrides: tuple[str, ...]) -> tuple[Stage, ...]:
+    """The paper trains every treatment from scratch; in fewer steps that needs a model that adds already."""
+    if scale == "paper":
+        return _alone(scale, overrides)
+    of_model = tuple(override for override in overrides if override.startswith("model."))
+    treatment = tuple(override for override in overrides if override not in of_model)
+    return _alone(scale, (*of_model, *_FIRST)) + _alone(scale, (*treatment, *_THEN))
+
+
 def _grid() -> dict[str, tuple[str, ...]]:
     """Cells at fixed loops without a term: every placement by every kind, then with a prelude or a coda."""
     grid = {
@@ -158,17 +179,18 @@ def _grid() -> dict[str, tuple[str, ...]]:
         for place in ("Pre-Sandwich", "Post-Sandwich")
         for part, override in _PARTS.items()
     }
-    return {cell: (*overrides, _FIXED, _NO_TERM) for cell, overrides in grid.items()}
+    return {cell: (*overrides, _FIXED, _NO_TERM, "micro_rows=null") for cell, overrides in grid.items()}
 
 
-def _treatments(widest: int) -> dict[str, tuple[str, ...]]:
+def _treatments(scale: Scale) -> dict[str, tuple[str, ...]]:
     """Cells of the Post-Sandwich block (two of them with the Pre-Sandwich) with random loops, terms, or both."""
     inside = "model.norm_placement=sandwich_branch"
-    return {
+    scratch = {RANDOM + _SCRATCH: (_NO_TERM,), STARS + _SCRATCH: ("stability.from_step=600",)}
+    return ({} if scale == "paper" else scratch) | {
         "Post-Sandwich, L2 0.2": (_FIXED, _l2(0.2)),
         "Post-Sandwich, JSRR only": (_FIXED,),
         RANDOM: (_NO_TERM,),
-        **{f"Post-Sandwich, {name}": (_NO_TERM, depth) for name, depth in _distributions(widest).items()},
+        **{f"Post-Sandwich, {name}": (_NO_TERM, depth) for name, depth in _distributions(scale).items()},
         "Post-Sandwich, random loops and L2 0.2": (_l2(0.2),),
         STARS: (),
         "Post-Sandwich, STARS 0.15": ("stability.weight=0.15",),
@@ -178,13 +200,14 @@ def _treatments(widest: int) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _distributions(widest: int) -> dict[str, str]:
-    """The paper's Table 1 beside the log-normal; the second uniform up to `widest`."""
+def _distributions(scale: Scale) -> dict[str, str]:
+    """The paper's Table 1 beside the log-normal, drawn as often as the recipe draws."""
+    per = "step" if scale == "paper" else "micro_batch"
     return {
-        "Poisson 5": "depth={kind: poisson, mean: 5, low: 1, high: 30}",
-        "Poisson 10": "depth={kind: poisson, mean: 10, low: 1, high: 30}",
-        "uniform to 10": "depth={kind: uniform, low: 1, high: 10}",
-        "uniform, wide": f"depth={{kind: uniform, low: 1, high: {widest}}}",
+        "Poisson 5": f"depth={{kind: poisson, mean: 5, low: 1, high: 30, per: {per}}}",
+        "Poisson 10": f"depth={{kind: poisson, mean: 10, low: 1, high: 30, per: {per}}}",
+        "uniform to 10": f"depth={{kind: uniform, low: 1, high: 10, per: {per}}}",
+        "uniform, wide": f"depth={{kind: uniform, low: 1, high: {_WIDEST[scale]}, per: {per}}}",
     }
 
 
@@ -259,6 +282,10 @@ def _of_treatments(results: Results) -> list[Verdict]:
             unit="peak accuracy", seeds=1,
         ),
     ]  # fmt: skip
+
+
+def _from_scratch(results: Results) -> list[str]:
+    return [cell for cell in results if cell.endswith(_SCRATCH)]
 
 
 def _accuracy(results: Results, cells: Iterable[str]) -> Figure:

@@ -63,7 +63,8 @@ def section(
         " | ".join(["|", *header, "|"]).replace("| |", "|"),
         "|" + "---|" * len(header),
         *("| " + " | ".join(row) + " |" for row in rows), "",
-        f"Means over seeds with the lowest and highest; {study.chance + '; ' if study.chance else ''}float32 on "
+        f"{_shared(study.rows(results))}Means over seeds with the lowest and highest; "
+        f"{study.chance + '; ' if study.chance else ''}float32 on "
         f"{made_by.machine}; {made_by.date}, commit {made_by.commit}.", "",
         *(f"![{caption}](results/{name})\n\n*{caption}*\n" for name, caption in captions.items()),
         *(f"- {_said(verdict)}" for verdict in verdicts), "",
@@ -102,14 +103,30 @@ def _summary(found: Sequence[Outcome]) -> dict[str, dict[str, float]]:
 def _table(study: Study, results: Results) -> tuple[list[str], list[list[str]]]:
     """Header and rows: each cell with what it is and what it gave."""
     results = study.rows(results)
-    facts = [name for name in _FACTS if any(name in found[0].facts for found in results.values())]
+    facts = [name for name in _FACTS if len(_said_of(name, results)) > 1]
     columns = study.columns(results)
     rows = []
     for cell, found in results.items():
-        held = [_FACTS[name].format(found[0].facts[name]) if name in found[0].facts else "" for name in facts]
+        held = [_said_of(name, {cell: found}).pop() for name in facts]
         summary = _summary(found)
         rows.append([cell, *held, *(_cell(summary[name], len(found)) if name in summary else "" for name in columns)])
     return ["", *(name.replace("_", " ") for name in facts), *columns], rows
+
+
+def _shared(rows: Results) -> str:
+    """The facts in which all rows agree, as a sentence."""
+    alike = {name: _said_of(name, rows) for name in _FACTS}
+    told = [
+        f"{name.replace('_', ' ')} {found.pop()}"
+        for name, found in alike.items()
+        if len(found) == 1 and "" not in found
+    ]
+    return f"Every run: {', '.join(told)}. " if told else ""
+
+
+def _said_of(fact: str, rows: Results) -> set[str]:
+    """The different ways in which rows say a fact, \"\" where they do not."""
+    return {_FACTS[fact].format(found[0].facts[fact]) if fact in found[0].facts else "" for found in rows.values()}
 
 
 def _cell(summary: dict[str, float], seeds: int) -> str:
