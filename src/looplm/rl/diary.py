@@ -48,7 +48,7 @@ class Diary:
         loops = rules.loops or range(1, self.module.model.config.loops + 1)
         self.module.model.eval()
         found = evaluate(
-            self.module.model, self.tokenizer, self.recipe.environment, self.recipe, list(loops),
+            self.module.model, self.tokenizer, self.recipe, list(loops),
             rules.max_tokens or self.recipe.sampling.max_tokens,
         )  # fmt: skip
         self.log.write(step, found)
