@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from looplm.analysis.allocations import peak_bytes
 from looplm.objectives import token_loss as module
-from looplm.objectives.token_loss import loop_logprobs, token_loss
+from looplm.objectives.token_loss import entropies, loop_logprobs, token_loss
 
 LOOPS, TOKENS, WIDTH, VOCAB = 3, 11, 8, 13
 
@@ -107,3 +107,18 @@ def test_log_probabilities_bear_any_gradient(monkeypatch, chunk_tokens, frozen_h
         torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
     with torch.no_grad():
         assert torch.equal(loop_logprobs(hidden, head, targets, read), ours)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 100])
+@pytest.mark.parametrize("ignored", [[2, 5], list(range(11))])
+def test_entropies_are_those_of_whole_logits(monkeypatch, chunk_tokens, ignored):
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk_tokens * VOCAB)
+    (hidden, *_), head, targets, *_ = problem()
+    targets[ignored] = -100
+    ours = entropies(hidden, head, targets)
+    theirs = torch.distributions.Categorical(logits=hidden @ head.T).entropy() * (targets != -100)
+    torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-10)
+    for one, other in zip(
+        *(torch.autograd.grad(x.square().sum(), (hidden, head)) for x in (ours, theirs)), strict=True
+    ):
+        torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)

@@ -15,7 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import looplm
 from conftest import tiny_model
-from looplm.data.tokenizer import train_tokenizer
+from looplm.data.tokenizer import CHAT_TOKENS, train_tokenizer
 from looplm.models.exits import exit_log_pdf
 from looplm.objectives import PolicyGradient
 from looplm.objectives.loop_weights import (
@@ -39,14 +39,14 @@ CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return train_tokenizer(["A loop thinks again before it answers. "], 300)
+    return train_tokenizer(["A loop thinks again before it answers. "], 300, CHAT_TOKENS)
 
 
 @pytest.fixture
 def make(tokenizer, tmp_path):
     """Makes a trainer of a tiny model that lies in a folder, where TRL finds its reference."""
 
-    def build(kind=RLTTTrainer, settings=None, model=None, reward=None, **more):
+    def build(kind=RLTTTrainer, settings=None, model=None, reward=None, prompts=PROMPTS, **more):
         values = {
             "output_dir": str(tmp_path / "out"), "max_steps": 4, "per_device_train_batch_size": 4, "num_generations": 4,
             "max_completion_length": 6, "logging_steps": 1, "report_to": [], "use_cpu": True, "save_strategy": "no",
@@ -57,7 +57,7 @@ def make(tokenizer, tmp_path):
             model = looplm.load(tmp_path / "base")
         return kind(
             model.train(), reward or count_of_first, args=GRPOConfig(**(values | (settings or {}))), **more,
-            train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}), processing_class=tokenizer,
+            train_dataset=Dataset.from_dict({"prompt": list(prompts) * 4}), processing_class=tokenizer,
         )  # fmt: skip
 
     return build
@@ -145,10 +145,13 @@ def test_all_weight_on_the_last_loop_is_trl(make, tokenizer, loss_type, beta):
 
 
 def test_whole_runs_are_trls(make):
-    """Three optimiser steps on generated text, two passes over each, old and reference log-probabilities by TRL."""
+    """Four optimiser steps on generated text, two passes over each, old and reference log-probabilities by TRL."""
     found = []
     for kind, more in ((GRPOTrainer, {}), (RLTTTrainer, {"loop_weights": LastLoopWeight()})):
-        settings = {"beta": 0.1, "num_iterations": 2, "steps_per_generation": 2, "per_device_train_batch_size": 2}
+        settings = {
+            "beta": 0.1, "num_iterations": 2, "steps_per_generation": 2, "per_device_train_batch_size": 2,
+            "learning_rate": 1e-3,
+        }  # fmt: skip
         trainer = make(kind, settings, **more)
         trainer.train()
         found.append((trainer.state.log_history, trainer.model.state_dict()))
@@ -314,6 +317,15 @@ def test_training_with_early_exit_moves_the_policy_and_evaluates(make):
     assert all(torch.equal(after[name], before[name]) == ("exit_gate" in name) for name in before)
     trainer.model.eval()
     assert trainer.evaluate(Dataset.from_dict({"prompt": PROMPTS}))["eval_sampling/drift"] < 1e-5
+
+
+def test_rollouts_are_of_the_weights_as_they_are(make):
+    """A long chat comes again after an update: what the engine keeps of its prompt would be of the weights before."""
+    chat = [{"role": "user", "content": "A loop thinks again before it answers. " * 8}]
+    trainer = make(settings={"learning_rate": 0.1, "max_steps": 3}, prompts=[chat], depth=looplm.ExitCDF(0.5))
+    trainer.train()
+    assert len(trainer._buffered_inputs[0]["prompt_ids"][0]) > 32
+    assert max(record.get("sampling/drift", 0) for record in trainer.state.log_history) < 1e-5
 
 
 @pytest.mark.parametrize("how", ["forgotten", "shuffled"])

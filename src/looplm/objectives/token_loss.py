@@ -5,7 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
+from looplm.models.precision import at_least_float32
 from looplm.objectives.linear_ce import (
     CHUNK_ELEMENTS,
     IGNORED,
@@ -144,3 +146,16 @@ class _LoopLogProbs(torch.autograd.Function):
 
 def _against(nll_TC: Tensor, given: Sequence[Tensor]) -> Tensor:
     return -(nll_TC * given[0]).sum(0)
+
+
+def entropies(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
+    """The entropy [N] of softmax(weight @ hidden[n]) in nats where there is a target, else 0; again by chunks."""
+    kept, weight_VD = (targets_N != IGNORED).nonzero().squeeze(-1), weight_VD.to(hidden_ND.dtype)
+    chunks = kept.split(max(1, CHUNK_ELEMENTS // weight_VD.shape[0]))
+    found = torch.cat([checkpoint(_entropies, hidden_ND[rows], weight_VD, use_reentrant=False) for rows in chunks])
+    return found.new_zeros(len(targets_N)).index_put((kept,), found)
+
+
+def _entropies(hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
+    log_p = at_least_float32(hidden_CD @ weight_VD.T).log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1)

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
 
 from looplm.engine import DepthPolicy
 from looplm.engine.policies import check_policy
 from looplm.models import LoopLMForCausalLM
 from looplm.models.exits import exit_log_pdf
 from looplm.objectives import PolicyGradient
-from looplm.objectives.linear_ce import CHUNK_ELEMENTS, IGNORED
+from looplm.objectives.linear_ce import IGNORED
 from looplm.objectives.loop_weights import (
     ExitWeights,
     LastLoopWeight,
@@ -27,7 +26,7 @@ from looplm.objectives.loop_weights import (
 )
 from looplm.objectives.policy_gradient import read_last
 from looplm.objectives.targets import Batch, hidden_rows, next_token_targets
-from looplm.objectives.token_loss import loop_logprobs
+from looplm.objectives.token_loss import entropies, loop_logprobs
 from looplm.rl.module import trajectories
 from looplm.rl.rollouts import EngineRollouts
 
@@ -128,13 +127,10 @@ class RLTTTrainer(GRPOTrainer):
 
     def _roll_out(self, prompts: list[Any], _: GRPOTrainer) -> dict[str, Any]:
         """TRL's `rollout_func`: a completion of every prompt (TRL repeats those of a group) by the engine."""
-        prompt_ids, base = self._tokenize_prompts(prompts)[0], _base(self.model)
+        prompt_ids = self._tokenize_prompts(prompts)[0]
         seeds = torch.randint(2**62, (len(prompt_ids),)).tolist()
-        training = base.training
-        base.eval()
         self.rollouts.weights_changed()
         done = [one for (one,) in self.rollouts.sample(prompt_ids, seeds, 1)]
-        base.train(training)
         return {
             "prompt_ids": prompt_ids, "completion_ids": [one.token_ids for one in done],
             "logprobs": [one.logprobs for one in done], "loops": [one.loops for one in done],
@@ -160,13 +156,12 @@ class RLTTTrainer(GRPOTrainer):
         rule = self.policy_gradient.loop_weights
         # TRL asks for old log-probabilities where later updates follow, and these weigh loops by the gate that sampled.
         if "old_per_token_logps" in output and isinstance(rule, ExitWeights) and not rule.live:
-            ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
-            mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
-            keep = output["completion_ids"].shape[1]
+            ids, mask = (
+                torch.cat([output[f"prompt_{of}"], output[f"completion_{of}"]], dim=1) for of in ("ids", "mask")
+            )
+            keep, size = output["completion_ids"].shape[1], self.args.per_device_train_batch_size
             with torch.no_grad():
-                (output["exit_log_pdf"],) = self._inside(
-                    self.model, _gate, ids, mask, keep, self.args.per_device_train_batch_size
-                )
+                (output["exit_log_pdf"],) = self._inside(self.model, _gate, ids, mask, keep, size)
         return output
 
     # The loss -------------------------------------------------------------------------------------------------
@@ -282,7 +277,7 @@ def _score(
     log_p = loop_logprobs(hidden, model.lm_head.weight, targets, read)
     last, mixed = log_p[-1], (log_p * weights).sum(0)
     value = last.detach() + (mixed - mixed.detach())
-    entropy = _entropies(hidden[-1], model.lm_head.weight, targets)
+    entropy = entropies(hidden[-1], model.lm_head.weight, targets)
     return last.view(shape), value.view(shape), entropy.view(shape)
 
 
@@ -291,16 +286,3 @@ def _gate(batch: Batch, model: LoopLMForCausalLM, loops: int, objective: PolicyG
     trace = trajectories(model, dict(batch), loops, objective)
     assert trace.gate_logits is not None
     return (exit_log_pdf(trace.gate_logits),)
-
-
-def _entropies(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
-    """Nats [N] of each distribution where there is a target, else 0; one chunk of logits at a time."""
-
-    def of_chunk(hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
-        log_p = (hidden_CD @ weight_VD.T).to(torch.promote_types(hidden_CD.dtype, torch.float32)).log_softmax(-1)
-        return -(log_p.exp() * log_p).sum(-1)
-
-    kept, weight_VD = (targets_N != IGNORED).nonzero().squeeze(-1), weight_VD.to(hidden_ND.dtype)
-    chunks = kept.split(max(1, CHUNK_ELEMENTS // weight_VD.shape[0]))
-    found = torch.cat([checkpoint(of_chunk, hidden_ND[rows], weight_VD, use_reentrant=False) for rows in chunks])
-    return found.new_zeros(len(targets_N)).index_put((kept,), found)
