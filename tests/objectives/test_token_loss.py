@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from looplm.analysis.allocations import peak_bytes
 from looplm.objectives import token_loss as module
-from looplm.objectives.token_loss import token_loss
+from looplm.objectives.token_loss import entropies, loop_logprobs, token_loss
 
 LOOPS, TOKENS, WIDTH, VOCAB = 3, 11, 8, 13
 
@@ -86,3 +86,39 @@ def test_memory_does_not_grow_with_loops(monkeypatch):
         return peak_bytes(lambda: token_loss(hidden, head, targets, read, lambda nll, _: nll.sum(0), [])[0].backward())
 
     assert peak(8) < 1.1 * peak(1) + 8 * 2 * 512 * 16 * 4  # and the gradients of the hidden states
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 100])
+@pytest.mark.parametrize("frozen_head", [False, True])
+def test_log_probabilities_bear_any_gradient(monkeypatch, chunk_tokens, frozen_head):
+    """A loss made of them afterwards, also across tokens, has the gradient that autograd gives whole logits."""
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk_tokens * VOCAB * LOOPS)
+    hidden, head, targets, read, given = problem()
+    targets[[2, 5]] = -100
+    head = head.detach().requires_grad_(not frozen_head)
+    ours = loop_logprobs(hidden, head, targets, read)
+    theirs = -plain(hidden, head, targets, read, given)[1]
+    torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-10)
+    leaves = hidden if frozen_head else [*hidden, head]
+    found, wanted = (
+        torch.autograd.grad((given[0].detach() * x).sum(0).exp().sum().sqrt() + x.var(), leaves) for x in (ours, theirs)
+    )
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
+    with torch.no_grad():
+        assert torch.equal(loop_logprobs(hidden, head, targets, read), ours)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 100])
+@pytest.mark.parametrize("ignored", [[2, 5], list(range(11))])
+def test_entropies_are_those_of_whole_logits(monkeypatch, chunk_tokens, ignored):
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk_tokens * VOCAB)
+    (hidden, *_), head, targets, *_ = problem()
+    targets[ignored] = -100
+    ours = entropies(hidden, head, targets)
+    theirs = torch.distributions.Categorical(logits=hidden @ head.T).entropy() * (targets != -100)
+    torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-10)
+    for one, other in zip(
+        *(torch.autograd.grad(x.square().sum(), (hidden, head)) for x in (ours, theirs)), strict=True
+    ):
+        torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)

@@ -171,6 +171,30 @@ def test_simulated_exits_train_another_policy_and_say_so(tmp_path):
         write_recipe(tmp_path, ("simulated_exit=0.5", EARLY))
 
 
+def test_adapters_learn_and_the_reference_is_the_model_without_them(tmp_path):
+    more = (EARLY, "lora={rank: 4}", "objective.kl=0.1", "optimizer.lr=0.01", "steps=4", "save_every=2")
+    whole = run(write_recipe(tmp_path, more, out="whole"))
+    records = [record for record in read_log(tmp_path / "whole") if "reward" in record]
+    assert records[0]["reference_kl"] < 1e-6 < records[-1]["reference_kl"]
+    assert all(record["ratio_drift"] < 1e-4 for record in records)  # the engine follows the adapters
+    before, after = looplm.load(tmp_path / "model").state_dict(), looplm.load(whole.checkpoint).state_dict()
+    moved = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert moved
+    assert all(".q_proj." in name or "_proj." in name for name in moved)
+    calls = []
+
+    def stops(recipe, opened):
+        source = engine_source(recipe, opened)
+        real = source.sample
+        source.sample = lambda *args: calls.append(1) or (real(*args) if len(calls) < 4 else _interrupt())
+        return source
+
+    with pytest.raises(KeyboardInterrupt):
+        reinforce(write_recipe(tmp_path, more, out="cut"), QUIET, source=stops)
+    resumed = looplm.load(run(write_recipe(tmp_path, more, out="cut")).checkpoint).state_dict()
+    assert all(torch.equal(resumed[name], after[name]) for name in after)
+
+
 def test_a_run_tells_what_it_did(tmp_path):
     run(write_recipe(tmp_path, (EARLY,)))
     records = read_log(tmp_path / "run")

@@ -87,7 +87,7 @@ class PolicyGradient:
         ]
         wide = torch.promote_types(hidden[0].dtype, torch.float32)
         seen = self.seen(trace, batch, logits, wide)
-        weights = _read_last(seen.weights(self.loop_weights), seen)[[loop - 1 for loop in kept]]
+        weights = read_last(seen.weights(self.loop_weights), seen)[[loop - 1 for loop in kept]]
         mass, advantage, sampled = (shifted(batch[name]).to(wide) for name in ("weights", "advantages", "sampled"))
         mass = mass * (targets != IGNORED)
         reference = shifted(batch["reference"]).to(wide) if self.kl else torch.zeros_like(mass)
@@ -165,7 +165,7 @@ class PolicyGradient:
         return {name: (values * mass).sum().detach() for name, values in found.items()}
 
 
-def _read_last(weights: Tensor, seen: Trajectories) -> Tensor:
+def read_last(weights: Tensor, seen: Trajectories) -> Tensor:
     """Weights [T, N] with that of each token's exit moved to the last loop, where the token still stands as it left."""
     own = (weights * (seen.loop == seen.exits)).sum(0)
     moved = torch.where(seen.loop < seen.exits, weights, torch.zeros_like(weights))

@@ -5,7 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
+from looplm.models.precision import at_least_float32
 from looplm.objectives.linear_ce import (
     CHUNK_ELEMENTS,
     IGNORED,
@@ -110,3 +112,50 @@ def _bend(
         found = iter(torch.autograd.grad(loss, wanted, materialize_grads=True) if loss.requires_grad else ())
     nll_grad, *others = [next(found, None) if leaf.requires_grad else None for leaf in leaves]
     return loss.detach(), torch.zeros_like(nll_TC) if nll_grad is None else nll_grad, others
+
+
+def loop_logprobs(
+    hidden_TND: Sequence[Tensor], weight_VD: Tensor, targets_N: Tensor, read_TN: Tensor
+) -> Tensor:  # fmt: skip
+    """log softmax(weight @ hidden[t][n])[targets[n]] [T, N] where `read_TN` and there is a target, else 0.
+
+    For a loss that others make of them, whose gradient only the backward pass knows: the head then runs once more, and
+    no more than one chunk of logits is held here, too. Arguments as in `token_loss`.
+    """
+    return _LoopLogProbs.apply(weight_VD, targets_N, read_TN, *hidden_TND)
+
+
+class _LoopLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight_VD, targets_N, read_TN, *hidden_TND):
+        ctx.save_for_backward(targets_N, read_TN, weight_VD, *hidden_TND)
+        return -token_loss(hidden_TND, weight_VD, targets_N, read_TN, lambda nll_TC, _: nll_TC.sum(0), [])[1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_TN):
+        targets_N, read_TN, *inputs = ctx.saved_tensors
+        needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[3:]]
+        weight_VD, *hidden_TND = leaves = [x.detach().requires_grad_(n) for x, n in zip(inputs, needs, strict=True)]
+        with torch.enable_grad():
+            loss, _ = token_loss(hidden_TND, weight_VD, targets_N, read_TN, _against, [grad_TN])
+        found = iter(torch.autograd.grad(loss, [leaf for leaf in leaves if leaf.requires_grad]))
+        weight_grad, *hidden_grads = [next(found) if need else None for need in needs]
+        return weight_grad, None, None, *hidden_grads
+
+
+def _against(nll_TC: Tensor, given: Sequence[Tensor]) -> Tensor:
+    return -(nll_TC * given[0]).sum(0)
+
+
+def entropies(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
+    """The entropy [N] of softmax(weight @ hidden[n]) in nats where there is a target, else 0; again by chunks."""
+    kept, weight_VD = (targets_N != IGNORED).nonzero().squeeze(-1), weight_VD.to(hidden_ND.dtype)
+    chunks = kept.split(max(1, CHUNK_ELEMENTS // weight_VD.shape[0]))
+    found = torch.cat([checkpoint(_entropies, hidden_ND[rows], weight_VD, use_reentrant=False) for rows in chunks])
+    return found.new_zeros(len(targets_N)).index_put((kept,), found)
+
+
+def _entropies(hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
+    log_p = at_least_float32(hidden_CD @ weight_VD.T).log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1)

@@ -12,6 +12,7 @@ from looplm.rl.evaluate import evaluate
 from looplm.rl.module import PolicyModule
 from looplm.rl.recipe import RLRecipe
 from looplm.rl.signals import signals
+from looplm.training.adapters import plain_model
 from looplm.training.distribution import World
 from looplm.training.logs import Log
 
@@ -46,9 +47,10 @@ class Diary:
         """Held-out questions at every loop; each process asks them all, since they are few."""
         rules = self.recipe.evaluation
         loops = rules.loops or range(1, self.module.model.config.loops + 1)
-        self.module.model.eval()
+        plain = plain_model(self.module.model)
+        assert plain is not None
         found = evaluate(
-            self.module.model, self.tokenizer, self.recipe, list(loops),
+            plain.eval(), self.tokenizer, self.recipe, list(loops),
             rules.max_tokens or self.recipe.sampling.max_tokens,
         )  # fmt: skip
         self.log.write(step, found)

@@ -1,6 +1,6 @@
 """Completions sampled from the policy, with what training must replay: each token's loops and log-probability."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal, Protocol
 
@@ -105,15 +105,17 @@ class EngineRollouts:
             "recomputed"; what else is shared between loops no parallel call can replay
         temperature: of sampling · stop: strings that end a completion · max_tokens: of one
         max_prompt: tokens of a prompt at most · max_rows: rollouts in the loop at once
-        kv_bytes: what keys and values may take.
+        kv_bytes: what keys and values may take · refresh: brings `model` up to date with what is trained, where the two
+            are not one (adapters).
     """
 
     def __init__(
         self, model: LoopLMForCausalLM, tokenizer: PreTrainedTokenizerBase, depth: DepthPolicy, *, kv: str = "full",
         temperature: float = 1.0, stop: Sequence[str] = (), max_tokens: int = 64, max_prompt: int = 512,
-        max_rows: int = 16, kv_bytes: int = 2**31,
+        max_rows: int = 16, kv_bytes: int = 2**31, refresh: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
         check_replayable(kv)
+        self.refresh = refresh
         self.max_loops = depth.deepest(max(model.config.loops, depth.loops if isinstance(depth, FixedLoops) else 1))
         self.engine = Engine(
             model, tokenizer, depth=depth, kv=kv, loops=self.max_loops, max_rows=max_rows,
@@ -131,6 +133,7 @@ class EngineRollouts:
 
     def weights_changed(self) -> None:
         """Nothing that earlier weights computed is used again."""
+        self.refresh()
         self.engine.forget_prefixes()
 
     def _rollout(self, done: Completion) -> Rollout:

@@ -19,6 +19,7 @@ from looplm.rl.loop import Session, run_steps
 from looplm.rl.module import PolicyModule
 from looplm.rl.recipe import RLRecipe
 from looplm.rl.rollouts import EngineRollouts, RolloutSource
+from looplm.training.adapters import plain_model
 from looplm.training.checkpoints import (
     Base,
     Live,
@@ -68,13 +69,22 @@ def reinforce(
 
 
 def engine_source(recipe: RLRecipe, opened: Opened) -> EngineRollouts:
-    """This process's engine on the live model."""
+    """This process's engine on the live model; of adapters, on a copy that has them in its weights."""
     sampling, model = recipe.sampling, opened.model
+    merged = model if recipe.lora is None else without_adapters(model)
     return EngineRollouts(
-        model, opened.tokenizer, sampling.depth.policy(model.config.loops), kv=sampling.kv,
+        merged, opened.tokenizer, sampling.depth.policy(model.config.loops), kv=sampling.kv,
         temperature=sampling.temperature, stop=sampling.stop, max_tokens=sampling.max_tokens,
         max_prompt=sampling.max_prompt, max_rows=sampling.max_rows, kv_bytes=sampling.kv_bytes,
+        refresh=lambda: None if merged is model else merged.load_state_dict(without_adapters(model).state_dict()),
     )  # fmt: skip
+
+
+def without_adapters(model: LoopLMForCausalLM) -> LoopLMForCausalLM:
+    """A plain model that computes what `model` does, in weights of its own where there are adapters."""
+    plain = plain_model(model)
+    assert plain is not None
+    return plain.eval().requires_grad_(False)
 
 
 def _reinforce(
@@ -153,7 +163,7 @@ def _reference(
         ValueError: if the checkpoint that the run began from is another one now.
     """
     if base is None or recipe.lora is not None:
-        return lambda: _without_adapters(model)
+        return lambda: _adapters_off(model)
     if content_hash(Path(base.path)) != base.content:
         raise ValueError(f"{base.path} holds another model than this run's reference; put that back")
     frozen = load(base.path, model.dtype).to(model.device).eval().requires_grad_(False)
@@ -161,7 +171,7 @@ def _reference(
 
 
 @contextlib.contextmanager
-def _without_adapters(model: LoopLMForCausalLM) -> Generator[LoopLMForCausalLM]:
+def _adapters_off(model: LoopLMForCausalLM) -> Generator[LoopLMForCausalLM]:
     layers = [part for part in model.modules() if isinstance(part, BaseTunerLayer)]
     for layer in layers:
         layer.enable_adapters(False)
