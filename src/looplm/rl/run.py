@@ -71,16 +71,16 @@ def reinforce(
 def engine_source(recipe: RLRecipe, opened: Opened) -> EngineRollouts:
     """This process's engine on the live model; of adapters, on a copy that has them in its weights."""
     sampling, model = recipe.sampling, opened.model
-    merged = model if recipe.lora is None else without_adapters(model)
+    merged = model if recipe.lora is None else merged_model(model)
     return EngineRollouts(
         merged, opened.tokenizer, sampling.depth.policy(model.config.loops), kv=sampling.kv,
         temperature=sampling.temperature, stop=sampling.stop, max_tokens=sampling.max_tokens,
         max_prompt=sampling.max_prompt, max_rows=sampling.max_rows, kv_bytes=sampling.kv_bytes,
-        refresh=lambda: None if merged is model else merged.load_state_dict(without_adapters(model).state_dict()),
+        refresh=lambda: None if merged is model else merged.load_state_dict(merged_model(model).state_dict()),
     )  # fmt: skip
 
 
-def without_adapters(model: LoopLMForCausalLM) -> LoopLMForCausalLM:
+def merged_model(model: LoopLMForCausalLM) -> LoopLMForCausalLM:
     """A plain model that computes what `model` does, in weights of its own where there are adapters."""
     plain = plain_model(model)
     assert plain is not None
