@@ -11,45 +11,46 @@ from looplm.tasks import RunningSum
 TASK = RunningSum()
 
 
-@pytest.mark.parametrize("modulus", [10, 7, None])
+@pytest.mark.parametrize("modulus", [10, 7, 2])
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_answers_are_the_totals_term_by_term(split, modulus):
     task = RunningSum(terms=6, modulus=modulus, split=split)
     for seed in range(200):
         example = task.example(seed)
-        names, digits = (
-            re.findall("[a-z]", example.prompt),
-            [int(digit) for digit in re.findall("[0-9]", example.prompt)],
-        )
-        assert example.prompt == "".join(f"{name}{digit}" for name, digit in zip(names, digits, strict=True)) + "="
-        assert "".join(names) == "abcdef"[: len(digits)]
-        steps, final = example.answer.split("#")
-        totals = [sum(digits[:end]) for end in range(1, len(digits) + 1)]
-        if modulus is not None:
-            totals = [total % modulus for total in totals]
-        assert re.findall("[a-z]", steps) == names
-        assert re.findall("[0-9]+", steps) == [str(total) for total in totals]
-        assert final == f"{totals[-1]}<end>"
+        digits = [int(digit) for digit in re.fullmatch(r"([0-9]{2,6})\.*=", example.prompt)[1]]
+        assert len(example.prompt) == 7
+        totals = [sum(digits[:end]) % modulus for end in range(1, len(digits) + 1)]
+        assert example.answer == "".join(str(total) for total in totals) + f"#{totals[-1]}<end>"
         assert example.difficulty == len(digits)
 
 
 def test_the_grade_depends_on_what_follows_the_last_mark_alone():
     example = TASK.question([3, 8, 5, 9])
-    assert (example.prompt, example.answer) == ("a3b8c5d9=", "a3b1c6d5#5<end>")
-    for text in ("a3b1c6d5#5<end>", "#5<end>", "#5", "9#5<end>", "#4#5<end>", "#5<end>a3"):
+    assert (example.prompt, example.answer) == ("3859....=", "3165#5<end>")
+    for text in ("3165#5<end>", "#5<end>", "#5", "9#5<end>", "#4#5<end>", "#5<end>3"):
         assert TASK.grade(example, text) == 1, text
-    for text in ("", "5", "5<end>", "a3b1c6d5#", "a3b1c6d5#4<end>", "#55<end>", "#5#<end>", "#5#4<end>", "#5a<end>"):
+    for text in (
+        "",
+        "5",
+        "5<end>",
+        "3165#",
+        "3165#4<end>",
+        "#55<end>",
+        "#5#<end>",
+        "#5#4<end>",
+        "#5.<end>",
+    ):
         assert TASK.grade(example, text) == 0, text
     assert RunningSum(written=False).question([3, 8, 5, 9]).answer == "#5<end>"
 
 
-def test_every_character_is_a_token():
+def test_every_character_and_the_end_mark_is_a_token():
     tokenizer = word_tokenizer(TASK.words())
     for seed in range(50):
-        example = RunningSum(modulus=None, terms=26).example(seed)
-        (ids,) = encode(tokenizer, [example.prompt + example.answer])
-        assert len(ids) == len(example.prompt + example.answer) - len("<end>") + 1
-        assert tokenizer.decode(ids) == example.prompt + example.answer
+        example = TASK.example(seed)
+        pieces = re.findall("<[^>]+>|.", example.prompt + example.answer)
+        (ids,) = encode(tokenizer, ["".join(pieces)])
+        assert [tokenizer.decode([token]) for token in ids] == pieces
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
@@ -60,18 +61,22 @@ def test_numbers_of_terms_are_uniform(split):
 
 
 def test_the_splits_share_no_question_whatever_the_other_settings():
-    train = {RunningSum(terms=3).example(seed).prompt for seed in range(8000)}
-    test = {RunningSum(terms=2, modulus=None, written=False, split="test").example(seed).prompt for seed in range(500)}
+    train = {RunningSum(terms=3).example(seed).prompt.strip(".=") for seed in range(8000)}
+    test = {
+        RunningSum(terms=2, modulus=7, written=False, split="test").example(seed).prompt.strip(".=")
+        for seed in range(500)
+    }
     assert not train & test
-    pairs = {prompt for prompt in train if len(prompt) == 5}
+    pairs = {prompt for prompt in train if len(prompt) == 2}
     assert len(pairs | test) == 100  # every sum of two digits is in one split
     assert 3 <= len(test) <= 20
 
 
 @pytest.mark.parametrize(
     ("settings", "named"),
-    [({"terms": 1}, "terms"), ({"terms": 27}, "terms"), ({"fewest": 1}, "fewest"), ({"fewest": 9}, "fewest"),
-     ({"modulus": 1}, "modulus"), ({"held_out": 0.0}, "held_out"), ({"held_out": 1.0}, "held_out")],
+    [({"terms": 1}, "terms"), ({"fewest": 1}, "fewest"), ({"fewest": 9}, "fewest"),
+     ({"modulus": 1}, "modulus"), ({"modulus": 11}, "modulus"),
+     ({"held_out": 0.0}, "held_out"), ({"held_out": 1.0}, "held_out")],
 )  # fmt: skip
 def test_settings_without_sense_are_refused(settings, named):
     with pytest.raises(ValueError, match=named):

@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import random
-import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -11,18 +10,18 @@ from typing import ClassVar, Literal
 from looplm.tasks.example import Example
 
 MARK, END = "#", "<end>"
-_NAMES = string.ascii_lowercase
+_DIGITS = "0123456789"
+_BLANK, _EQUALS = ".", "="
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunningSum:
-    """`a3b8c5d9=` -> `a3b1c6d5#5<end>`: the total (here modulo 10) after every term, a mark, the last total.
+    """`3859....=` -> `3165#5<end>`: the total (modulo 10) after every term, a mark, the last total.
 
-    Every character and the end mark is a token. A question has n digits, n uniform in `fewest`..`terms`, each
-    after a letter, by which a step finds its term. `grade` reads what follows the last mark alone: the totals written
-    before it are free, and each is one addition, while the answer without them is all of them at once. `written: false`
-    leaves them out of the answer, which is what supervised training then learns. With modulus null totals grow to two
-    digits and more.
+    Every character and the end mark is a token. A question has n digits, n uniform in `fewest`..`terms`, then blanks,
+    so that a step stands `terms` + 1 places after its term whatever n is. `grade` reads what follows the last mark
+    alone: the totals written before it are free, and each is one addition, while the answer without them is all of them
+    at once. `written: false` leaves them out of the answer, which is what supervised training then learns.
 
     A share `held_out` of the questions (chosen by a hash, whatever the other settings) is never in the "train" split
     and is all that "test" asks.
@@ -33,24 +32,22 @@ class RunningSum:
     kind: Literal["running_sum"] = "running_sum"
     terms: int = 8
     fewest: int = 2
-    modulus: int | None = 10
+    modulus: int = 10
     written: bool = True
     held_out: float = 0.1
     split: Literal["train", "test"] = "train"
 
     def __post_init__(self) -> None:
-        if not 2 <= self.fewest <= self.terms <= len(_NAMES):
-            raise ValueError(
-                f"running_sum needs 2 <= fewest <= terms <= {len(_NAMES)}, got fewest {self.fewest}, terms {self.terms}"
-            )
-        if self.modulus is not None and self.modulus < 2:
-            raise ValueError(f"running_sum needs a modulus of at least 2, or null, got {self.modulus}")
+        if not 2 <= self.fewest <= self.terms:
+            raise ValueError(f"running_sum needs 2 <= fewest <= terms, got fewest {self.fewest}, terms {self.terms}")
+        if not 2 <= self.modulus <= 10:
+            raise ValueError(f"running_sum needs a modulus from 2 to 10, so that totals are digits, got {self.modulus}")
         if not 0 < self.held_out < 1:
             raise ValueError(f"running_sum needs held_out between 0 and 1, got {self.held_out}")
 
     def words(self) -> list[str]:
-        """Every token of the task, the letters of longer sums included."""
-        return [*string.digits, *_NAMES, "=", MARK, END]
+        """Every token of the task."""
+        return [*_DIGITS, _BLANK, _EQUALS, MARK, END]
 
     def example(self, seed: int) -> Example:
         """The question number `seed` of this split."""
@@ -63,22 +60,19 @@ class RunningSum:
 
     def question(self, digits: Sequence[int]) -> Example:
         """The question that adds up `digits`; its difficulty is their number."""
-        totals = [total if self.modulus is None else total % self.modulus for total in itertools.accumulate(digits)]
-        steps = _named(totals) if self.written else ""
+        totals = "".join(str(total % self.modulus) for total in itertools.accumulate(digits))
         return Example(
-            prompt=f"{_named(digits)}=", answer=f"{steps}{MARK}{totals[-1]}{END}", difficulty=len(digits)
-        )  # fmt: skip
+            prompt="".join(map(str, digits)).ljust(self.terms, _BLANK) + _EQUALS,
+            answer=f"{totals if self.written else ''}{MARK}{totals[-1]}{END}",
+            difficulty=len(digits),
+        )
 
     def is_held_out(self, digits: Sequence[int]) -> bool:
         """Whether the question belongs to the test split."""
-        digest = hashlib.sha256(_named(digits).encode()).digest()
+        digest = hashlib.sha256("+".join(map(str, digits)).encode()).digest()
         return int.from_bytes(digest[:4], "big") < self.held_out * 2**32
 
     def grade(self, example: Example, text: str) -> float:
         """1.0 if the last total stands between the last mark of `text` and the end mark or the text's end, else 0.0."""
         _, mark, final = text.rpartition(MARK)
         return float(bool(mark) and final.partition(END)[0] == example.answer.rpartition(MARK)[2].removesuffix(END))
-
-
-def _named(numbers: Sequence[int]) -> str:
-    return "".join(f"{name}{number}" for name, number in zip(_NAMES, numbers, strict=False))
