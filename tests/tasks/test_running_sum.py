@@ -24,6 +24,20 @@ def test_answers_are_the_totals_term_by_term(split, modulus):
         assert example.difficulty == len(digits)
 
 
+def test_alternating_sums_subtract_every_second_digit():
+    example = RunningSum(alternating=True).question([3, 8, 5, 9])
+    assert (example.prompt, example.answer) == ("3859....~", "3501#1<end>")  # 3, -5, 0, -9
+
+
+def test_scarce_samples_come_again_and_leave_the_test_split_alone():
+    few = RunningSum(samples=7)
+    assert [few.example(seed) for seed in range(7)] == [TASK.example(seed) for seed in range(7)]
+    assert [few.example(seed) for seed in range(7, 14)] == [few.example(seed) for seed in range(7)]
+    assert len({RunningSum(samples=7, split="test").example(seed).prompt for seed in range(40)}) > 7
+    with pytest.raises(ValueError, match="samples of at least 1"):
+        RunningSum(samples=0)
+
+
 def test_the_grade_depends_on_what_follows_the_last_mark_alone():
     example = TASK.question([3, 8, 5, 9])
     assert (example.prompt, example.answer) == ("3859....=", "3165#5<end>")

@@ -11,7 +11,7 @@ from looplm.tasks.example import Example
 
 MARK, END = "#", "<end>"
 _DIGITS = "0123456789"
-_BLANK, _EQUALS = ".", "="
+_BLANK, _EQUALS, _ALTERNATING = ".", "=", "~"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +22,9 @@ class RunningSum:
     so that a step stands `terms` + 1 places after its term whatever n is. `grade` reads what follows the last mark
     alone: the totals written before it are free, and each is one addition, while the answer without them is all of them
     at once. `written: false` leaves them out of the answer, which is what supervised training then learns.
+
+    `alternating` adds and subtracts in turn, and asks with `~` instead of `=`: another task that shares the steps.
+    `samples` is how many questions the train split has, so that supervision can be scarce; without it there is no end.
 
     A share `held_out` of the questions (chosen by a hash, whatever the other settings) is never in the "train" split
     and is all that "test" asks.
@@ -34,6 +37,8 @@ class RunningSum:
     fewest: int = 2
     modulus: int = 10
     written: bool = True
+    alternating: bool = False
+    samples: int | None = None
     held_out: float = 0.1
     split: Literal["train", "test"] = "train"
 
@@ -42,15 +47,19 @@ class RunningSum:
             raise ValueError(f"running_sum needs 2 <= fewest <= terms, got fewest {self.fewest}, terms {self.terms}")
         if not 2 <= self.modulus <= 10:
             raise ValueError(f"running_sum needs a modulus from 2 to 10, so that totals are digits, got {self.modulus}")
+        if self.samples is not None and self.samples < 1:
+            raise ValueError(f"running_sum needs samples of at least 1, or null, got {self.samples}")
         if not 0 < self.held_out < 1:
             raise ValueError(f"running_sum needs held_out between 0 and 1, got {self.held_out}")
 
     def words(self) -> list[str]:
         """Every token of the task."""
-        return [*_DIGITS, _BLANK, _EQUALS, MARK, END]
+        return [*_DIGITS, _BLANK, _EQUALS, _ALTERNATING, MARK, END]
 
     def example(self, seed: int) -> Example:
         """The question number `seed` of this split."""
+        if self.samples is not None and self.split == "train":
+            seed %= self.samples
         generator = random.Random(f"running_sum/{self.split}/{seed}")
         count = generator.randint(self.fewest, self.terms)
         while True:
@@ -60,9 +69,11 @@ class RunningSum:
 
     def question(self, digits: Sequence[int]) -> Example:
         """The question that adds up `digits`; its difficulty is their number."""
-        totals = "".join(str(total % self.modulus) for total in itertools.accumulate(digits))
+        signed = [-digit if self.alternating and place % 2 else digit for place, digit in enumerate(digits)]
+        totals = "".join(str(total % self.modulus) for total in itertools.accumulate(signed))
         return Example(
-            prompt="".join(map(str, digits)).ljust(self.terms, _BLANK) + _EQUALS,
+            prompt="".join(map(str, digits)).ljust(self.terms, _BLANK)
+            + (_ALTERNATING if self.alternating else _EQUALS),
             answer=f"{totals if self.written else ''}{MARK}{totals[-1]}{END}",
             difficulty=len(digits),
         )
