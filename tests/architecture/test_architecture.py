@@ -63,7 +63,7 @@ def test_there_is_no_utils_room():
 
 
 # Third parties that only some runs need, and that take seconds to import.
-OPTIONAL = {"datasets", "numba", "peft", "torchao.quantization.quant_api"}
+OPTIONAL = {"datasets", "numba", "peft", "reasoning_gym", "torchao.quantization.quant_api"}
 
 
 def imported(node):

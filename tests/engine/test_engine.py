@@ -15,6 +15,7 @@ from looplm.engine import (
     AnyOf,
     Engine,
     ExitCDF,
+    ExitSampled,
     FixedLoops,
     Margin,
     RingKV,
@@ -582,3 +583,17 @@ def test_what_is_no_kv_policy_is_refused(kv):
 def test_sizes_of_kv_policies_are_whole(kind, size):
     with pytest.raises(ValueError, match="size must be a whole number of at least 1"):
         kind(size)
+
+
+def test_sampled_exits_have_the_gates_distribution_whatever_runs_beside():
+    model = ouro_like(seed=3)
+    torch.nn.init.zeros_(model.model.exit_gate.weight)
+    torch.nn.init.constant_(model.model.exit_gate.bias, -0.4)  # leaves with 0.401 after each loop
+    params = SamplingParams(max_tokens=60, temperature=1.0, ignore_eos=True, n=10, seed=5)
+    done = Engine(model, depth=ExitSampled(), loops=4, max_length=80).generate([[1, 2, 3], [4, 5]], params)
+    counts = torch.bincount(torch.tensor([loop for one in done for loop in one.loops]), minlength=5)[1:]
+    leave = 1 / (1 + np.exp(0.4))
+    wanted = 1200 * torch.tensor([leave * (1 - leave) ** t for t in range(3)] + [(1 - leave) ** 3])
+    assert ((counts - wanted) ** 2 / wanted).sum() < 16.3  # chi squared of 3 degrees, p = 0.001
+    alone = Engine(model, depth=ExitSampled(), loops=4, max_length=80, max_rows=1).generate([[1, 2, 3], [4, 5]], params)
+    assert [one.loops for one in alone] == [one.loops for one in done]

@@ -20,6 +20,7 @@ from looplm.engine import (
     EntropyBelow,
     EntropyDifference,
     ExitCDF,
+    ExitSampled,
     FixedLoops,
     GateAbove,
     LogitsKL,
@@ -286,6 +287,19 @@ def test_the_gate_leaves_where_exit_loops_says(q: float) -> None:
     gates[places < 0.1], gates[places > 0.9] = 50.0, -50.0
     for min_loops in (1, 2, 6):
         assert gate_exits(ExitCDF(q, min_loops=min_loops), gates) == exit_loops(gates, q, min_loops).tolist()
+
+
+@pytest.mark.parametrize(("draws", "exit_loop"), [((0.2, 0.9, 0.9), 1), ((0.4, 0.29, 0.9), 2), ((0.31, 0.5, 0.9), 3)])
+def test_sampled_exits_leave_where_the_hazard_exceeds_the_draw(draws: tuple[float, ...], exit_loop: int) -> None:
+    state, gate = torch.zeros(1, WIDTH), torch.logit(torch.tensor([0.3]))
+    steps = [
+        Seen(
+            loop=torch.tensor([loop]), before=state, after=state, gate=gate, read=lambda: (state, state), head=state,
+            config=CONFIG, loops=3, uniform=lambda draw=draw: torch.tensor([draw]),
+        )
+        for loop, draw in enumerate(draws, start=1)
+    ]  # fmt: skip
+    assert first_exits(ExitSampled(), steps, torch.tensor([3])).tolist() == [exit_loop]
 
 
 def test_hazards_by_hand() -> None:

@@ -291,6 +291,24 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     assert len(best_alternatives(logits[0], 1000)) == VOCAB
 
 
+def test_processed_logprobs_are_of_what_was_drawn_from() -> None:
+    """After biases, penalties, temperature and filters; greedy after biases and penalties."""
+    logits = random_logits(1)
+    params = SamplingParams(
+        temperature=0.6, top_k=20, top_p=0.8, logit_bias={3: 1.5}, presence_penalty=0.7, logprobs_mode="processed"
+    )
+    chosen = choose(logits.expand(200, -1), [ask(params, seed=seed, made=(5, 9)) for seed in range(200)])
+    edited = logits[0].clone()
+    edited[3] += 1.5
+    edited[[5, 9]] -= 0.7
+    scores = TemperatureLogitsWarper(0.6)(None, edited[None])
+    scores = TopPLogitsWarper(0.8)(None, TopKLogitsWarper(20)(None, scores)).log_softmax(-1)[0]
+    torch.testing.assert_close(torch.tensor(chosen.logprobs), scores[chosen.tokens], atol=1e-5, rtol=0)
+    greedy = choose(logits, [ask(SamplingParams(logprobs_mode="processed", logit_bias={3: 1.5}))])
+    biased = logits[0] + 1.5 * (torch.arange(VOCAB) == 3)
+    torch.testing.assert_close(torch.tensor(greedy.logprobs), biased.log_softmax(-1).max()[None])
+
+
 def test_leads_are_those_of_the_choice() -> None:
     logits = torch.tensor([[3.0, 2.5, 0.0], [1.0, 3.0, 3.0 - 1e-6]])
     assert choose(logits, [ask(SamplingParams())] * 2).leads == pytest.approx([0.5, 1e-6], abs=3e-7)

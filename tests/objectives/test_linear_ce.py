@@ -30,7 +30,7 @@ def gradients(loss, *leaves):
 @pytest.mark.parametrize("chunk_rows", [1, 2, 7, 100])
 @pytest.mark.parametrize("ignored", [[], [0], [2, 3, 4, 5], list(range(10))])
 def test_value_and_gradients_equal_the_plain_head(monkeypatch, chunk_rows, ignored):
-    monkeypatch.setattr(linear_ce, "_CHUNK_ELEMENTS", chunk_rows * 13)
+    monkeypatch.setattr(linear_ce, "CHUNK_ELEMENTS", chunk_rows * 13)
     hidden, head, targets, weights = problem()
     targets[ignored] = -100
     loss, nll = linear_cross_entropy(hidden, head, targets, weights)
@@ -97,7 +97,7 @@ def test_too_many_rows_are_refused():
 
 def test_memory_does_not_grow_with_loops(monkeypatch):
     """N = 512 tokens, D = 64, V = 4,096, chunks of 128 rows: 1 to 8 loops, beyond hidden states and their gradients."""
-    monkeypatch.setattr(linear_ce, "_CHUNK_ELEMENTS", 128 * 4096)
+    monkeypatch.setattr(linear_ce, "CHUNK_ELEMENTS", 128 * 4096)
     beyond = {}
     for loops in (1, 8):
         hidden, head, targets, weights = problem(loops, 512, 64, 4096, torch.float32)

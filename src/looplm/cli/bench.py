@@ -75,6 +75,32 @@ def bench_jsrr(
     )  # fmt: skip
 
 
+@bench.command("rl")
+@one_line_errors
+def bench_rl(
+    width: Annotated[int, typer.Option(min=1, help="Width D, of heads of 64.")] = 512,
+    layers: Annotated[int, typer.Option(min=1, help="Shared layers.")] = 8,
+    loops: Annotated[int, typer.Option(min=1, help="Loops T.")] = 4,
+    vocab: Annotated[int, typer.Option(min=2, help="Vocabulary V.")] = 4096,
+    length: Annotated[int, typer.Option(min=4, help="Tokens of prompt and completion.")] = 128,
+    rows: Annotated[int, typer.Option(min=1, help="Completions of a step.")] = 4,
+    repeats: Repeats = 7,
+    as_json: AsJson = False,
+) -> None:
+    """A training step that credits every loop (RLTT) as a ratio to one that credits the last (GRPO)."""
+    from looplm.studies.bench_rl import RLProblem
+    from looplm.studies.bench_rl import bench_rl as measure
+
+    problem = RLProblem(width=width, layers=layers, loops=loops, vocab=vocab, length=length, rows=rows)
+    found = [asdict(row) for row in measure(problem, repeats)]
+    shown = [
+        {"weights": row["weights"], "seconds": f"{row['seconds']:.3f}", "peak MB": f"{row['peak_bytes'] / 1e6:,.0f}"}
+        | {name: f"{row[name]:.2f} x" for name in ("time_ratio", "memory_ratio")}
+        for row in found
+    ]
+    print_measured(as_json, asdict(problem), found, tables=[shown], how="float32, forward, backward and AdamW")
+
+
 @bench.command("train")
 @one_line_errors
 def bench_train(

@@ -73,6 +73,19 @@ def sft(
 
 @app.command()
 @one_line_errors
+def rl(
+    recipe: Annotated[str, typer.Argument(help="A YAML file, or the name of a built-in recipe.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Changes to the recipe, a.b=value.")] = None,
+) -> None:
+    """Reinforce by a recipe, crediting every loop; an interrupted run resumes under the same command."""
+    from looplm.rl.recipe import load_rl_recipe
+    from looplm.rl.run import reinforce
+
+    _report(reinforce(load_rl_recipe(recipe, overrides or []), title=recipe))
+
+
+@app.command()
+@one_line_errors
 def tokenize(
     text: Annotated[str, typer.Argument(help="Text: a file or folder of text, .jsonl, .parquet, .arrow, or hub:...")],
     tokenizer: Annotated[str, typer.Argument(help="A folder with tokenizer.json, or a checkpoint.")],

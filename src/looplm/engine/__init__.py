@@ -18,7 +18,7 @@ from looplm.engine.engine import Engine
 from looplm.engine.intake import Options
 from looplm.engine.kv_policies import AdjacentKV, AveragedKV, FirstKV, FullKV, KVPolicy, RingKV
 from looplm.engine.parallel import ParallelSampler, ParallelSettings
-from looplm.engine.policies import AnyOf, DepthPolicy, ExitCDF, FixedLoops, GateAbove, LookAhead
+from looplm.engine.policies import AnyOf, DepthPolicy, ExitCDF, ExitSampled, FixedLoops, GateAbove, LookAhead
 from looplm.engine.requests import Completion, Request, TokenEvent
 from looplm.engine.sampling import SamplingParams
 from looplm.engine.speculation import Speculation
@@ -38,6 +38,7 @@ __all__ = [
     "EntropyBelow",
     "EntropyDifference",
     "ExitCDF",
+    "ExitSampled",
     "FirstKV",
     "FixedLoops",
     "FullKV",

@@ -4,12 +4,16 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from looplm.engine.batches import LaneBatch
 from looplm.engine.policies import DepthPolicy, Seen
 from looplm.engine.requests import Lane
 from looplm.engine.runner import Runner
+from looplm.models.noise import position_uniform
+
+_EXITS = -1  # the noise stream of exits
 
 
 class Decisions:
@@ -53,8 +57,17 @@ class Decisions:
         seen = Seen(
             loop=loops, before=runner.before.index_select(0, numbers), after=runner.state.index_select(0, numbers),
             gate=runner.gate(asked[:, 0]) if policy.needs_gate else None, read=lambda: runner.read(batch(lanes)),
-            head=runner.head.weight, config=runner.config, loops=self.loops,
+            head=runner.head.weight, config=runner.config, loops=self.loops, uniform=lambda: _uniform(lanes, loops),
         )  # fmt: skip
         leave, own = policy.decide(seen, own)
         self._memory[numbers, :width] = own.to(self._memory.dtype)
         return leave.tolist()
+
+
+def _uniform(lanes: Sequence[Lane], loops: Tensor) -> Tensor:
+    """A number [R] for each lane at its loop."""
+    positions, seeds = (
+        torch.tensor([(lane.position, lane.row.request.seed) for lane in lanes]).to(loops.device).unbind(1)
+    )
+    every = position_uniform(positions, int(loops.max()), seeds, _EXITS)
+    return every.gather(1, loops[:, None] - 1)[:, 0]

@@ -28,6 +28,7 @@ class Seen:
     loop: [R] int64, 1-based · before, after: the states [R, D] around it · gate: its exit logits [R], or None
     read: gives hidden [R, D] and logits [R, V] of the states after it; called only by policies that need them.
     head: the head's weight [V, D] · config, loops: the model's, and how many there are at most.
+    uniform: gives numbers [R] between 0 and 1, each fixed by its request's seed, the token's place and the loop.
     """
 
     loop: Tensor
@@ -38,6 +39,7 @@ class Seen:
     head: Tensor
     config: LoopLMConfig
     loops: int
+    uniform: Callable[[], Tensor] | None = None
 
     @cached_property
     def readings(self) -> tuple[Tensor, Tensor]:
@@ -182,6 +184,23 @@ class GateAbove(DepthPolicy):
         """On the logit's own scale."""
         assert seen.gate is not None
         return seen.gate >= math.log(self.threshold / (1 - self.threshold)), memory
+
+
+@dataclass(frozen=True)
+class ExitSampled(DepthPolicy):
+    """Leave after each loop with the gate's own probability there, so that exits are draws from `exit_pdf`.
+
+    The exit is then an action of the policy, with a log-probability that reinforcement learning can move
+    (`PolicyGradient(learn_exits=True)`).
+    """
+
+    needs_gate: ClassVar[bool] = True
+
+    def check(self, seen: Seen, memory: Tensor) -> Decision:
+        """sigmoid(gate) against a number that is the token's own at this loop."""
+        assert seen.gate is not None
+        assert seen.uniform is not None, "only the engine draws exits"
+        return seen.uniform() < seen.gate.double().sigmoid(), memory
 
 
 # Compositions -------------------------------------------------------------------------------------------------

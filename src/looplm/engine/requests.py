@@ -49,7 +49,7 @@ class Request:
 class Completion:
     """One finished completion.
 
-    loops: how many each token did · logprobs: of each token under the raw logits that it was chosen from
+    loops: how many each token did · logprobs: of each token, as `SamplingParams.logprobs_mode` says
     top_logprobs: alternatives to each, where asked for · error: why, where the reason is "error".
     """
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,7 +33,9 @@ class SamplingParams:
     logit_bias: added to the logits of token ids · seed: of this request; None draws from the engine's own seed.
     stop: strings that end the text and are left out of it · stop_token_ids: ids that end it, beyond the model's.
     ignore_eos: go on past the model's end tokens · n: completions of each prompt.
-    logprobs: how many alternatives to report with every token, beside its own log-probability under the raw logits.
+    logprobs: how many alternatives to report with every token, beside its own log-probability.
+    logprobs_mode: whether a token's own log-probability is that under the "raw" logits, or "processed": under what it
+        was drawn from, after penalties, biases, temperature and filters, which is what reinforcement learning needs.
     """
 
     max_tokens: int = 64
@@ -51,6 +54,7 @@ class SamplingParams:
     ignore_eos: bool = False
     n: int = 1
     logprobs: int = 0
+    logprobs_mode: Literal["raw", "processed"] = "raw"
 
     def __post_init__(self) -> None:
         for name, least in (("max_tokens", 1), ("min_tokens", 0), ("n", 1), ("top_k", 0), ("logprobs", 0)):
@@ -58,6 +62,7 @@ class SamplingParams:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             _need(_is_usual(getattr(self, name)), self, name, f"a number between -{_LARGEST:g} and {_LARGEST:g}")
         _need(isinstance(self.ignore_eos, bool), self, "ignore_eos", "True or False")
+        _need(self.logprobs_mode in ("raw", "processed"), self, "logprobs_mode", "'raw' or 'processed'")
         _need(self.min_tokens <= self.max_tokens, self, "min_tokens", f"at most max_tokens, {self.max_tokens}")
         _need(self.temperature >= 0, self, "temperature", "at least 0, which is greedy")
         _need(0 < self.top_p <= 1, self, "top_p", "above 0 and at most 1, which is off")
@@ -103,7 +108,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """Tokens [R] with their log-probabilities [R] under the raw logits, and how far the best logit led [R].
+    """Tokens [R] with their log-probabilities [R] as their modes ask, and how far the best logit led [R].
 
     The lead is that which a greedy choice sees: after penalties, biases and bans.
     """
@@ -124,10 +129,15 @@ def choose(logits: Tensor, asked: Sequence[Asked]) -> Chosen:
     best = judged.max(-1)  # the first of equals, as argmax
     tokens, others = best.indices, judged.scatter(-1, best.indices[:, None], -math.inf).amax(-1)
     drawn = [row for row, ask in enumerate(asked) if ask.params.temperature > 0]
+    scores = _scores(judged[drawn], [asked[row] for row in drawn])
     if drawn:
-        tokens = tokens.index_put((torch.tensor(drawn),), _drawn(judged[drawn], [asked[row] for row in drawn]))
-    logprobs = wide.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
-    return Chosen(tokens=tokens.tolist(), logprobs=logprobs.tolist(), leads=(best.values - others).tolist())
+        tokens = tokens.index_put((torch.tensor(drawn),), _drawn(scores, [asked[row] for row in drawn]))
+    logprobs = wide.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].tolist()
+    for row, ask in enumerate(asked):
+        if ask.params.logprobs_mode == "processed":
+            under = scores[drawn.index(row)] if ask.params.temperature > 0 else judged[row]
+            logprobs[row] = under.log_softmax(-1)[tokens[row]].item()
+    return Chosen(tokens=tokens.tolist(), logprobs=logprobs, leads=(best.values - others).tolist())
 
 
 def best_alternatives(logits: Tensor, num: int) -> list[tuple[int, float]]:
@@ -153,16 +163,19 @@ def _edited(logits: Tensor, ask: Asked) -> Tensor:
     return logits
 
 
-def _drawn(logits: Tensor, asked: Sequence[Asked]) -> Tensor:
-    """argmax(log p + Gumbel noise) over the tokens that the filters leave."""
-    device = logits.device
-    temperatures = torch.tensor([[ask.params.temperature] for ask in asked], device=device, dtype=torch.float64)
+def _scores(logits: Tensor, asked: Sequence[Asked]) -> Tensor:
+    """Unnormalised log-probabilities [R, V], float64, that tokens are drawn from: tempered, -inf where filtered out."""
+    temperatures = torch.tensor([[ask.params.temperature] for ask in asked], device=logits.device, dtype=torch.float64)
     # From the best one down, else the least temperatures would overflow.
-    scores = (logits.double() - logits.amax(-1, keepdim=True)) / temperatures
-    scores = _filtered(scores, [ask.params for ask in asked])
-    seeds = torch.tensor([ask.seed for ask in asked], device=device)
-    places = torch.tensor([[ask.index] for ask in asked], device=device)
-    return (scores + position_gumbel(places, logits.shape[-1], seeds, _SAMPLING)[:, 0]).argmax(-1)
+    scores = (logits.double() - logits.amax(-1, keepdim=True)) / temperatures.view(-1, 1)
+    return _filtered(scores, [ask.params for ask in asked])
+
+
+def _drawn(scores: Tensor, asked: Sequence[Asked]) -> Tensor:
+    """argmax(log p + Gumbel noise)."""
+    seeds = torch.tensor([ask.seed for ask in asked], device=scores.device)
+    places = torch.tensor([[ask.index] for ask in asked], device=scores.device)
+    return (scores + position_gumbel(places, scores.shape[-1], seeds, _SAMPLING)[:, 0]).argmax(-1)
 
 
 def _filtered(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:

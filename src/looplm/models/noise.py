@@ -25,8 +25,12 @@ def position_noise(
 
 def position_gumbel(position_ids: Tensor, size: int, seed: int | Tensor, stream: int | Tensor) -> Tensor:
     """Standard Gumbel noise [B, S, size], float64, for positions [B, S]; seed and stream as in `position_bits`."""
-    uniform = _shift(position_bits(position_ids, size, seed, stream), 11).double() * 2**-53 + 2**-54
-    return -torch.log(-torch.log(uniform))
+    return -torch.log(-torch.log(position_uniform(position_ids, size, seed, stream)))
+
+
+def position_uniform(position_ids: Tensor, size: int, seed: int | Tensor, stream: int | Tensor) -> Tensor:
+    """Numbers strictly between 0 and 1 [..., size], float64; arguments as in `position_bits`."""
+    return _shift(position_bits(position_ids, size, seed, stream), 11).double() * 2**-53 + 2**-54
 
 
 def position_bits(position_ids: Tensor, size: int, seed: int | Tensor, stream: int | Tensor) -> Tensor:

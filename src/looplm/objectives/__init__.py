@@ -6,6 +6,7 @@ from looplm.objectives.gate_regression import GateRegression
 from looplm.objectives.last_loop import LastLoop
 from looplm.objectives.linear_ce import linear_cross_entropy
 from looplm.objectives.oracle_decider import OracleDecider
+from looplm.objectives.policy_gradient import PolicyGradient
 from looplm.objectives.priors import GeometricPrior, PoissonLogNormalPrior, Prior, UniformPrior
 from looplm.objectives.probes import FiniteDifference, JacobianVector, VectorJacobian
 from looplm.objectives.stability import Stability, StabilityForm, StabilityTerm
@@ -25,6 +26,7 @@ __all__ = [
     "Objective",
     "OracleDecider",
     "PoissonLogNormalPrior",
+    "PolicyGradient",
     "Prior",
     "SecantRatio",
     "Stability",

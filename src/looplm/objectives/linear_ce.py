@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 # Suffixes: N tokens, T loops, C rows of a chunk, D width, V vocabulary.
 
 IGNORED = -100
-_CHUNK_ELEMENTS = 2**25  # logits held at once; large enough that the head gradient is a fat matrix product
+CHUNK_ELEMENTS = 2**25  # logits held at once; large enough that the head gradient is a fat matrix product
 
 
 def linear_cross_entropy(
@@ -50,7 +50,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         head_grad = torch.zeros_like(weight_VD, dtype=wide) if wants_head else None
         hidden_grads = [torch.zeros_like(hidden) if wants_hidden else None for hidden in hidden_TND]
         kept = (targets_N != IGNORED).nonzero().squeeze(-1)
-        chunk = max(1, _CHUNK_ELEMENTS // weight_VD.shape[0])
+        chunk = max(1, CHUNK_ELEMENTS // weight_VD.shape[0])
         for loop, hidden_ND in enumerate(hidden_TND):
             for rows in kept.split(chunk):
                 nll_TN[loop, rows] = _chunk(
@@ -78,21 +78,26 @@ def _chunk(
 ) -> Tensor:  # fmt: skip
     """The nll [C] of `rows`; their gradients are added to the given buffers before the logits are dropped."""
     hidden_CD, targets_C = hidden_ND[rows], targets_N[rows]
-    grad_CV, nll_C = _softmax_in_place(hidden_CD, weight_VD, targets_C)
+    softmax_CV, nll_C = softmax_in_place(hidden_CD, weight_VD, targets_C)
     if head_grad_VD is None and hidden_grad_ND is None:
         return nll_C
-    weights_C = weights_N[rows].to(grad_CV.dtype)
-    grad_CV.mul_(weights_C[:, None])
-    grad_CV[torch.arange(len(rows), device=rows.device), targets_C] -= weights_C
-    grad_CV = grad_CV.to(weight_VD.dtype)
+    logits_grad_CV = logits_gradient(softmax_CV, targets_C, weights_N[rows]).to(weight_VD.dtype)
     if hidden_grad_ND is not None:
-        hidden_grad_ND[rows] = grad_CV @ weight_VD
+        hidden_grad_ND[rows] = logits_grad_CV @ weight_VD
     if head_grad_VD is not None:
-        _accumulate(head_grad_VD, grad_CV, hidden_CD)
+        add_head_gradient(head_grad_VD, logits_grad_CV, hidden_CD)
     return nll_C
 
 
-def _softmax_in_place(hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+def logits_gradient(softmax_CV: Tensor, targets_C: Tensor, weights_C: Tensor) -> Tensor:
+    """The gradient [C, V] of sum weights * nll in the logits, in the memory of their softmax."""
+    weights_C = weights_C.to(softmax_CV.dtype)
+    softmax_CV.mul_(weights_C[:, None])
+    softmax_CV[torch.arange(len(targets_C), device=targets_C.device), targets_C] -= weights_C
+    return softmax_CV
+
+
+def softmax_in_place(hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
     """softmax of the chunk's logits [C, V] and the nll [C], in at least float32, in the logits' own memory."""
     logits_CV = hidden_CD @ weight_VD.T
     logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
@@ -102,7 +107,8 @@ def _softmax_in_place(hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor) -
     return logits_CV.div_(total_C[:, None]), total_C.log() - chosen_C
 
 
-def _accumulate(head_grad_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor) -> None:
+def add_head_gradient(head_grad_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor) -> None:
+    """Add the head's gradient from that of the logits; a wider buffer adds up many chunks' without loss."""
     if head_grad_VD.dtype == grad_CV.dtype:
         head_grad_VD.addmm_(grad_CV.T, hidden_CD)
     else:

@@ -10,6 +10,7 @@ from looplm.studies.mano import ManoStudy
 from looplm.studies.multi_hop import MultiHopStudy
 from looplm.studies.reachability import ReachabilityStudy
 from looplm.studies.recurrence import RecurrenceStudy
+from looplm.studies.rltt import RLTTStudy
 from looplm.studies.scaling import ScalingStudy
 from looplm.studies.study import Study
 
@@ -24,6 +25,7 @@ _ALL: tuple[Study, ...] = (
     MultiHopStudy(),
     ReachabilityStudy(),
     RecurrenceStudy(),
+    RLTTStudy(),
     ScalingStudy(),
 )
 STUDIES: dict[str, Study] = {study.name: study for study in _ALL}

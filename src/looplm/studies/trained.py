@@ -62,6 +62,12 @@ class Trained:
 
     def __call__(self, folder: Path) -> Outcome:
         """Train or resume under `folder`, then measure."""
+        run, facts = self.trained(folder)
+        outcome = self.measure(run)
+        return replace(outcome, facts=facts | dict(outcome.facts))
+
+    def trained(self, folder: Path) -> tuple[Run, dict[str, Any]]:
+        """Train or resume every stage under `folder`: the run, and what it was."""
         recipes = self.recipes(folder)
         for recipe in recipes:
             done = train(recipe, Console(quiet=True), title=folder.name)
@@ -73,8 +79,7 @@ class Trained:
             recipe=recipes[-1], model=model, tokenizer=load_tokenizer(done.checkpoint), log=read_log(stages[-1]),
             stages=stages,
         )  # fmt: skip
-        outcome = self.measure(run)
-        return replace(outcome, facts=_facts(run, recipes) | dict(outcome.facts))
+        return run, _facts(run, recipes)
 
 
 def checkpoints(run: Run) -> Iterator[tuple[int, LoopLMForCausalLM]]:

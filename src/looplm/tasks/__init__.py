@@ -8,7 +8,19 @@ from looplm.tasks.example import Example
 from looplm.tasks.mano import Mano
 from looplm.tasks.multi_hop import MultiHop
 from looplm.tasks.reachability import Reachability
+from looplm.tasks.running_sum import RunningSum
 
-__all__ = ["Addition", "Capo", "Chain", "Compose", "Example", "Mano", "MultiHop", "Reachability", "Task"]
+__all__ = [
+    "Addition",
+    "Capo",
+    "Chain",
+    "Compose",
+    "Example",
+    "Mano",
+    "MultiHop",
+    "Reachability",
+    "RunningSum",
+    "Task",
+]
 
-Task = Addition | Capo | Chain | Compose | Mano | MultiHop | Reachability
+Task = Addition | Capo | Chain | Compose | Mano | MultiHop | Reachability | RunningSum

@@ -26,7 +26,7 @@ from looplm.models import LoopLMForCausalLM, save
 from looplm.training.adapters import Lora, gathered_adapter, plain_model, save_adapter
 from looplm.training.averaging import Ema
 from looplm.training.distribution import World
-from looplm.training.module import ObjectiveModule
+from looplm.training.module import TrainedModule
 
 _PARTIAL, _OLD = ".partial", ".old"
 _STATE, _META = "trainer", "trainer.json"
@@ -61,7 +61,7 @@ _PROGRESS = TypeAdapter(Progress)
 class Live:
     """The objects whose tensors a checkpoint holds."""
 
-    module: ObjectiveModule
+    module: TrainedModule
     optimizers: tuple[Optimizer, ...]
     ema: Ema | None = None
     lora: Lora | None = None
@@ -70,6 +70,10 @@ class Live:
     def model(self) -> LoopLMForCausalLM:
         """The model under training."""
         return self.module.model
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Those of the model, and what is trained beside it, by name."""
+        return {**dict(self.model.named_parameters()), **self.module.beside()}
 
     def trained(self) -> list[Tensor]:
         """The parameters that the optimisers move."""
@@ -158,7 +162,7 @@ def restore(checkpoint: Path, live: Live, world: World) -> None:
 def _read_state(checkpoint: Path, live: Live, world: World) -> None:
     reader = HuggingFaceStorageReader(str(checkpoint / _STATE))
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    parameters = dict(live.model.named_parameters())
+    parameters = live.parameters()
     own_rng = _rng_states(world)
     state: dict[str, Tensor] = {}
     for key, meta in stored.items():
@@ -224,6 +228,8 @@ def _put_back(state: Mapping[str, Tensor], live: Live, parameters: Mapping[str, 
             averages[name] = tensor
         elif place == "stability":
             direction[name] = tensor
+        elif place == "beside":
+            parameters[name].data.copy_(tensor)
     if live.ema is not None:
         live.ema.load_state_dict(averages)
     if live.module.stability is not None:
@@ -232,14 +238,15 @@ def _put_back(state: Mapping[str, Tensor], live: Live, parameters: Mapping[str, 
 
 def _tensors(live: Live, world: World) -> dict[str, Tensor]:
     """Every tensor under a name that says whose it is."""
-    named = {id(parameter) for parameter in live.model.parameters()}
+    parameters = live.parameters()
+    named = {id(parameter) for parameter in parameters.values()}
     assert named >= {id(parameter) for parameter in live.trained()}, "the model shows other weights than are trained"
     states = {parameter: entries for optimizer in live.optimizers for parameter, entries in optimizer.state.items()}
     tensors = {
         f"optimizer/{name}/{entry}": torch.as_tensor(value)
-        for name, parameter in live.model.named_parameters()
+        for name, parameter in parameters.items()
         for entry, value in states.get(parameter, {}).items()
-    }
+    } | {f"beside/{name}": parameter.detach() for name, parameter in live.module.beside().items()}
     if live.ema is not None:
         tensors |= {f"ema/{name}": tensor for name, tensor in live.ema.state_dict().items()}
     if live.module.stability is not None:

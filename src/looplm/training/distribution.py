@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
-from looplm.training.module import ObjectiveModule
+from looplm.training.module import TrainedModule
 
 Parallel = Literal["ddp", "fsdp"]
 T = TypeVar("T")
@@ -81,7 +81,7 @@ def open_world() -> World:
     return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
 
 
-def distribute(module: ObjectiveModule, parallel: Parallel, world: World) -> nn.Module:
+def distribute(module: TrainedModule, parallel: Parallel, world: World) -> nn.Module:
     """`module` on this world's device, its gradients averaged over the processes; call the result, not the module.
 
     "ddp" keeps whole weights on every process. "fsdp" shards every block and the rest (`fully_shard`); the core's
@@ -99,7 +99,7 @@ def distribute(module: ObjectiveModule, parallel: Parallel, world: World) -> nn.
         for block in stack:
             fully_shard(block, mesh=mesh, reshard_after_forward=not stays_gathered)
     fully_shard(module, mesh=mesh, reshard_after_forward=False)
-    for method in ("losses_by_loop", "observed"):
+    for method in module.called:
         register_fsdp_forward_method(module, method)
     return module
 

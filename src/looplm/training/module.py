@@ -1,6 +1,7 @@
 """Model, objective and stability term as one module, so that what wraps it sees every use of a parameter."""
 
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -37,26 +38,53 @@ class MetricSums:
         return {name: value / mass for name, (value, mass) in zip(names, table, strict=True) if mass}
 
 
-class ObjectiveModule(nn.Module):
-    """What a training step differentiates: `model` under `objective`, with an optional stability term."""
+class TrainedModule(nn.Module):
+    """A model under an objective: what a step differentiates, and what DDP and FSDP2 wrap.
+
+    called: names of methods beside `forward` that read parameters · join_unused: set where DDP waits for all of them.
+    """
+
+    called: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, model: LoopLMForCausalLM, autocast: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.stability: StabilityTerm | None = None
+        self.autocast = autocast
+        self.join_unused = False
+
+    def precision(self) -> torch.autocast:
+        """Around what may be computed in a lower precision."""
+        return torch.autocast(self.model.device.type, self.autocast, enabled=self.autocast is not None)
+
+    def joined(self, loss: Tensor) -> Tensor:
+        """`loss` with every trained parameter in its graph, if that is asked for."""
+        if not self.join_unused:
+            return loss
+        return _Join.apply(loss, *(parameter for parameter in self.parameters() if parameter.requires_grad))
+
+    def beside(self) -> dict[str, nn.Parameter]:
+        """What is trained beside the model, by name."""
+        return {name: value for name, value in self.named_parameters() if not name.startswith("model.")}
+
+
+class ObjectiveModule(TrainedModule):
+    """`model` under `objective`, with an optional stability term."""
+
+    called = ("losses_by_loop", "observed")
 
     def __init__(
         self, model: LoopLMForCausalLM, objective: Objective, stability: Stability | None = None,
         autocast: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        super().__init__()
-        self.model = model
+        super().__init__(model, autocast)
         self.objective = objective
         self.stability = None if stability is None else StabilityTerm(stability)
-        self.autocast = autocast
-        self.join_unused = False
 
     def forward(self, groups: Sequence[DepthGroup], step: int) -> tuple[Tensor, list[tuple[Metrics, Tensor]]]:
         """The loss of a micro-batch whose rows are grouped by depth; its metrics with their weights."""
         parts = [self._group(depth, batch, step) for depth, batch in groups]
-        loss = torch.stack([loss for loss, _ in parts]).sum()
-        if self.join_unused:
-            loss = _Join.apply(loss, *(parameter for parameter in self.parameters() if parameter.requires_grad))
+        loss = self.joined(torch.stack([loss for loss, _ in parts]).sum())
         return loss, [weighed for _, found in parts for weighed in found]
 
     def _group(self, depth: Depth, batch: Batch, step: int) -> tuple[Tensor, list[tuple[Metrics, Tensor]]]:
@@ -64,8 +92,7 @@ class ObjectiveModule(nn.Module):
         needed = self.objective.needs(depth.loops)
         if regular is not None:
             needed = needed | regular.settings.form.needs(depth.loops)
-        device = batch["input_ids"].device.type
-        with torch.autocast(device, self.autocast, enabled=self.autocast is not None):
+        with self.precision():
             trace = self._trace(batch, depth, sorted(needed))
             loss, metrics = self.objective(self.model, trace, batch)
             weighed = [(metrics, batch["weights"].sum())]

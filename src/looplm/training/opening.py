@@ -1,6 +1,7 @@
 """The model and tokenizer that a run starts from or goes on with."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from looplm.models.reading import find_folder
 from looplm.training.adapters import add_adapter, is_adapter, load_adapter
 from looplm.training.checkpoints import Base, complete_checkpoints, content_hash, intact
 from looplm.training.data_recipe import TaskSource, TextSource
-from looplm.training.recipe import Recipe
+from looplm.training.recipe import Recipe, RunSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,36 +34,64 @@ def open_run(recipe: Recipe, resume: Path | None, base: Base | None = None) -> O
     Raises:
         ValueError: if the model, tokenizer or checkpoint is unusable, named, or is another than `base`.
     """
-    dtype = torch.float64 if recipe.precision == "float64" else torch.float32
-    if resume is not None and recipe.lora is None:
-        with intact(resume, ""):
-            opened = Opened(model=load(resume, dtype), tokenizer=load_tokenizer(resume))
-    elif recipe.init_from is not None:
-        opened = _continued(recipe, recipe.init_from, dtype, base)
+    if (resume is not None and recipe.lora is None) or recipe.init_from is not None:
+        opened = open_checkpoint(recipe, resume, base)
+        if resume is None or recipe.lora is not None:
+            opened = replace(opened, model=_modified(recipe, opened.model))
     else:
         opened = _new(recipe)
     _check_vocabulary(opened)
-    model = opened.model.to(dtype).train()
+    make_trainable(recipe, opened.model, resume, recipe.objective.trains)
+    config = opened.model.config
+    recipe.objective.check_model(config)
+    recipe.objective.check_loops(recipe.depth_schedule(config.loops).lowest)
+    if recipe.stability is not None:
+        recipe.stability.check_model(opened.model)
+    return opened
+
+
+def open_checkpoint(recipe: RunSettings, resume: Path | None, base: Base | None) -> Opened:
+    """The whole model of `resume`, a checkpoint of this run; of adapters, and at the start, that of `init_from`.
+
+    Raises:
+        ValueError: if it is damaged, or is not the checkpoint `base` that the run's adapters belong to.
+    """
+    if resume is not None and recipe.lora is None:
+        with intact(resume, ""):
+            return Opened(model=load(resume, _dtype(recipe)), tokenizer=load_tokenizer(resume))
+    assert recipe.init_from is not None
+    pinned = base is not None and Path(base.path).is_dir()
+    checkpoint = Path(base.path) if pinned else latest_checkpoint(recipe.init_from).absolute()
+    model = load(checkpoint, _dtype(recipe))
+    if recipe.lora is not None:
+        found = Base(path=str(checkpoint), content=content_hash(checkpoint))
+        if base is not None and found.content != base.content:
+            raise ValueError(
+                f"the adapters in {recipe.out} belong to what {base.path} held, and {checkpoint} holds another model; "
+                "put that back, or begin anew under another out="
+            )
+        base = found
+    return Opened(model=model, tokenizer=load_tokenizer(checkpoint), base=base)
+
+
+def make_trainable(
+    recipe: RunSettings, model: LoopLMForCausalLM, resume: Path | None, trains: Callable[[str], bool]
+) -> None:  # fmt: skip
+    """Adapters in (those of `resume`, if any), gradients on for what is trained, activations as the recipe says."""
+    model.to(_dtype(recipe)).train()
     if recipe.lora is not None:
         add_adapter(model, recipe.lora, recipe.seed)
         if resume is not None:
             with intact(resume, "adapter"):
                 load_adapter(model, resume)
-    recipe.objective.check_model(model.config)
-    recipe.objective.check_loops(recipe.depth_schedule(model.config.loops).lowest)
-    if recipe.stability is not None:
-        recipe.stability.check_model(model)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trained(recipe, name))
+        parameter.requires_grad_(is_trained(recipe, name, trains))
     _checkpoint_activations(model, recipe.checkpointing)
-    return opened
 
 
-def trained(recipe: Recipe, name: str) -> bool:
-    """Whether the recipe trains the parameter of this name."""
-    if recipe.lora is not None:
-        return is_adapter(name)
-    return recipe.objective.trains(name)
+def is_trained(recipe: RunSettings, name: str, trains: Callable[[str], bool]) -> bool:
+    """Whether the run moves the parameter of this name, where its objective `trains` some."""
+    return is_adapter(name) if recipe.lora is not None else trains(name)
 
 
 def latest_checkpoint(path: str | Path) -> Path:
@@ -78,22 +107,15 @@ def latest_checkpoint(path: str | Path) -> Path:
     return done[-1]
 
 
-def _continued(recipe: Recipe, init_from: str, dtype: torch.dtype, base: Base | None) -> Opened:
-    pinned = base is not None and Path(base.path).is_dir()
-    checkpoint = Path(base.path) if pinned else latest_checkpoint(init_from).absolute()
-    model = load(checkpoint, dtype)
-    if recipe.lora is not None:
-        found = Base(path=str(checkpoint), content=content_hash(checkpoint))
-        if base is not None and found.content != base.content:
-            raise ValueError(
-                f"the adapters in {recipe.out} belong to what {base.path} held, and {checkpoint} holds another model; "
-                "put that back, or begin anew under another out="
-            )
-        base = found
+def _dtype(recipe: RunSettings) -> torch.dtype:
+    return torch.float64 if recipe.precision == "float64" else torch.float32
+
+
+def _modified(recipe: Recipe, model: LoopLMForCausalLM) -> LoopLMForCausalLM:
+    """What the recipe makes of a checkpoint before it trains."""
     if recipe.duplicate is not None:
         model = duplicate_core(model, recipe.duplicate.factor, recipe.duplicate.order)
-    changes = (recipe.model or {}) | ({} if recipe.loops is None else {"loops": recipe.loops})
-    return Opened(model=_changed(model, changes), tokenizer=load_tokenizer(checkpoint), base=base)
+    return _changed(model, (recipe.model or {}) | ({} if recipe.loops is None else {"loops": recipe.loops}))
 
 
 def _changed(model: LoopLMForCausalLM, changes: dict[str, Any]) -> LoopLMForCausalLM:

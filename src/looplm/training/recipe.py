@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -22,11 +22,12 @@ from looplm.training.monitors import Monitors, NonFinite
 from looplm.training.optimizers import AdamWSettings, OptimizerSettings
 from looplm.training.schedules import LearningRate, WarmupStableDecay
 
-_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+R = TypeVar("R")
 BUILT_IN = Path(__file__).parent / "recipes"
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Duplicate:
     """The core's layers copied `factor` times before training (Ouro, arXiv 2510.25741: 24 layers to 48).
 
@@ -37,47 +38,25 @@ class Duplicate:
     order: Literal["stack", "interleave"] = "stack"
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
-class Recipe:
-    """Everything that decides a run. What was run lies in its folder as recipe.json.
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RunSettings:
+    """What every kind of run has: where it lies, what it starts from, how its weights move, when it tells and saves.
 
-    A new model is built from `model` (fields of `LoopLMConfig`) with the tokenizer in the folder `tokenizer`, or with a
-    new one of `vocab_size` tokens trained on the text. `init_from` continues from a checkpoint instead; `model` then
-    changes fields that no tensor depends on (a RoPE base), and `duplicate` or `lora` what is trained.
-
-    `loops` is the model's depth and that of every step, unless `depth` draws one (`looplm.training.depth`); without it
-    a checkpoint's own count stays. `steps` or `epochs` says how long. A step's `data.rows` rows are cut into
-    micro-batches of `micro_rows` a process. `micro_rows`, `checkpointing`, `parallel` and the number of processes
-    change memory and speed, not the result, but for these: a depth drawn `per: micro_batch` and a probe over the
-    `whole_tensor` belong to the micro-batches that come of them, dropout is drawn by each process for its own, and Muon
-    under FSDP2 orthogonalises in bfloat16 what lies on several processes (PyTorch's own; weights within 4e-4).
-
-    "bfloat16" computes matrix products in it (autocast) and keeps weights, gate, norms, softmax and losses in float32;
-    "float64" is for proofs of equality.
+    A step's rows are cut into micro-batches of `micro_rows` a process. "bfloat16" computes matrix products in it
+    (autocast) and keeps weights, gate, norms, softmax and losses in float32; "float64" is for proofs of equality.
     """
 
     out: str
-    model: dict[str, Any] | None = None
-    vocab_size: PositiveInt = 1024
-    tokenizer: str | None = None
     init_from: str | None = None
-    duplicate: Duplicate | None = None
     lora: Lora | None = None
-    data: Data
-    objective: Annotated[Objective, Field(discriminator="kind")]
-    stability: Stability | None = None
     optimizer: Annotated[OptimizerSettings, Field(discriminator="kind")] = field(default_factory=AdamWSettings)
     schedule: Annotated[LearningRate, Field(discriminator="kind")] = field(default_factory=WarmupStableDecay)
-    loops: PositiveInt | None = None
-    depth: Annotated[DepthSchedule, Field(discriminator="kind")] | None = None
     steps: PositiveInt | None = None
-    epochs: PositiveInt | None = None
     micro_rows: PositiveInt | None = None
     clip_norm: PositiveFloat = 1.0
     precision: Literal["float32", "bfloat16", "float64"] = "float32"
     checkpointing: Literal["none", "block", "loop"] = "none"
     parallel: Parallel = "ddp"
-    ema: EmaSettings | None = None
     nonfinite: NonFinite = field(default_factory=NonFinite)
     monitors: Monitors = field(default_factory=Monitors)
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -85,6 +64,42 @@ class Recipe:
     evaluate_every: PositiveInt = 250
     save_every: PositiveInt = 250
     keep_checkpoints: PositiveInt = 2
+
+    @property
+    def free_fields(self) -> tuple[str, ...]:
+        """The keys that a resumed run may change: they decide memory, speed, and what is told or kept of it."""
+        told = ("monitors", "nonfinite", "log_every", "evaluate_every", "save_every", "keep_checkpoints")
+        return ("out", "micro_rows", "checkpointing", "parallel", *told)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Recipe(RunSettings):
+    """Everything that decides a run. What was run lies in its folder as recipe.json.
+
+    A new model is built from `model` (fields of `LoopLMConfig`) with the tokenizer in the folder `tokenizer`, or with a
+    new one of `vocab_size` tokens trained on the text. `init_from` continues from a checkpoint instead; `model` then
+    changes fields that no tensor depends on (a RoPE base), and `duplicate` or `lora` what is trained.
+
+    `loops` is the model's depth and that of every step, unless `depth` draws one (`looplm.training.depth`); without it
+    a checkpoint's own count stays. `steps` or `epochs` says how long.
+
+    `micro_rows`, `checkpointing`, `parallel` and the number of processes
+    change memory and speed, not the result, but for these: a depth drawn `per: micro_batch` and a probe over the
+    `whole_tensor` belong to the micro-batches that come of them, dropout is drawn by each process for its own, and Muon
+    under FSDP2 orthogonalises in bfloat16 what lies on several processes (PyTorch's own; weights within 4e-4).
+    """
+
+    model: dict[str, Any] | None = None
+    vocab_size: PositiveInt = 1024
+    tokenizer: str | None = None
+    duplicate: Duplicate | None = None
+    data: Data
+    objective: Annotated[Objective, Field(discriminator="kind")]
+    stability: Stability | None = None
+    loops: PositiveInt | None = None
+    depth: Annotated[DepthSchedule, Field(discriminator="kind")] | None = None
+    epochs: PositiveInt | None = None
+    ema: EmaSettings | None = None
 
     def __post_init__(self) -> None:
         if self.model is None and self.init_from is None:
@@ -121,12 +136,11 @@ class Recipe:
 
     @property
     def free_fields(self) -> tuple[str, ...]:
-        """The keys that a resumed run may change: they decide memory, speed, and what is told or kept of it."""
+        """As of any run, but `micro_rows` and `data.workers` by what a step is."""
         by_depth = self.depth is not None and self.depth.per == "micro_batch"
         by_probe = self.stability is not None and getattr(self.stability.form, "whole_tensor", False)
-        told = ("monitors", "nonfinite", "log_every", "evaluate_every", "save_every", "keep_checkpoints")
-        rows = () if by_depth or by_probe else ("micro_rows",)
-        return ("out", "checkpointing", "parallel", "data.workers", *told, *rows)
+        bound = {"micro_rows"} if by_depth or by_probe else set()
+        return ("data.workers", *(name for name in super().free_fields if name not in bound))
 
     def depth_schedule(self, model_loops: int) -> DepthSchedule:
         """Where each step's loops come from, for a model of so many."""
@@ -137,14 +151,22 @@ class Recipe:
 def load_recipe(
     source: str | Path, overrides: Sequence[str] = (), values: Mapping[str, Any] = MappingProxyType({})
 ) -> Recipe:
-    """The recipe in a YAML file, or the built-in one of that name, with `a.b=value` overrides.
+    """The training recipe in a YAML file, or the built-in one of that name; see `read_recipe`."""
+    return read_recipe(Recipe, BUILT_IN, source, overrides, values)
+
+
+def read_recipe(
+    kind: type[R], built_in: Path, source: str | Path, overrides: Sequence[str] = (),
+    values: Mapping[str, Any] = MappingProxyType({}),
+) -> R:  # fmt: skip
+    """The recipe in a YAML file, or the one of that name in `built_in`, with `a.b=value` overrides.
 
     `values` are further overrides by dotted key whose values are taken as they are, not read as YAML (paths).
 
     Raises:
         ValueError: for a missing file, broken YAML, an unknown key or a value of the wrong kind; each is named.
     """
-    path = _find(source)
+    path = _find(source, built_in)
     for override in overrides:
         if "=" not in override:
             raise ValueError(f"the override '{override}' is not of the form a.b=value")
@@ -161,19 +183,19 @@ def load_recipe(
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{path} with its overrides cannot be read as a recipe: {reason}") from error
     try:
-        return TypeAdapter(Recipe).validate_python(container)
+        return TypeAdapter(kind).validate_python(container)
     except ValidationError as error:
         raise ValueError(f"recipe {path.stem}: {_first(error, container)}") from error
 
 
-def resolved(recipe: Recipe) -> dict[str, Any]:
+def resolved(recipe: RunSettings) -> dict[str, Any]:
     """The recipe as plain JSON values."""
-    return TypeAdapter(Recipe).dump_python(recipe, mode="json")
+    return TypeAdapter(type(recipe)).dump_python(recipe, mode="json")
 
 
-def built_in_recipes() -> list[str]:
-    """The names that `load_recipe` knows without a file."""
-    return sorted(path.stem for path in BUILT_IN.glob("*.yaml"))
+def built_in_recipes(folder: Path = BUILT_IN) -> list[str]:
+    """The names that are known without a file."""
+    return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
 def _override(config: Any, override: str) -> None:
@@ -214,11 +236,11 @@ def _put(container: Any, keys: list[str], value: Any) -> None:
     container[keys[-1]] = value
 
 
-def _find(source: str | Path) -> Path:
-    for path in (Path(source), BUILT_IN / f"{source}.yaml"):
+def _find(source: str | Path, built_in: Path) -> Path:
+    for path in (Path(source), built_in / f"{source}.yaml"):
         if path.is_file():
             return path
-    raise ValueError(f"no recipe '{source}': neither a file nor one of {', '.join(built_in_recipes())}")
+    raise ValueError(f"no recipe '{source}': neither a file nor one of {', '.join(built_in_recipes(built_in))}")
 
 
 def _first(error: ValidationError, given: Any) -> str:

@@ -13,7 +13,7 @@ from looplm.training.distribution import World
 from looplm.training.evaluate import held_out_losses
 from looplm.training.loader import StepBatch, first_rows
 from looplm.training.logs import Log
-from looplm.training.module import MetricSums, row_depths
+from looplm.training.module import MetricSums, ObjectiveModule, row_depths
 from looplm.training.monitors import NonFiniteGuard, diagnose, gradient_norms, measure_peak_flops, training_flops
 from looplm.training.recipe import Recipe
 from looplm.training.sharded import reshard
@@ -31,6 +31,8 @@ class Reporter:
     ) -> None:  # fmt: skip
         self.recipe, self.live, self.depth, self.world = recipe, live, depth, world
         self.held_out, self.guard = held_out, guard
+        assert isinstance(live.module, ObjectiveModule)
+        self.module = live.module
         self.loops = live.model.config.loops
         self.peak_flops = measure_peak_flops(world.device, getattr(torch, recipe.precision))
 
@@ -61,8 +63,8 @@ class Reporter:
 
     def evaluation(self) -> dict[str, float]:
         """`{source}/loss_loop{t}` for every source and t = 1 to twice the model's loops."""
-        found = held_out_losses(self.live.module.losses_by_loop, self.held_out, 2 * self.loops, self.world.device)
-        reshard(self.live.module)
+        found = held_out_losses(self.module.losses_by_loop, self.held_out, 2 * self.loops, self.world.device)
+        reshard(self.module)
         return found
 
     def tell(self, log: Log, step: int, values: dict[str, float], of: str = "step") -> None:
@@ -95,7 +97,7 @@ class Reporter:
         """
         rows = {name: value.to(self.world.device) for name, value in first_rows(batch, _OBSERVED_ROWS).items()}
         sums = MetricSums()
-        for part, mass in self.live.module.observed(rows, max(depth.loops for depth in depths)):
+        for part, mass in self.module.observed(rows, max(depth.loops for depth in depths)):
             sums.add(part, mass)
-        reshard(self.live.module)
+        reshard(self.module)
         return sums.means(self.world.sum)

@@ -25,7 +25,7 @@ from looplm.training.loop import Session, run_steps
 from looplm.training.mixture import Mixture
 from looplm.training.module import ObjectiveModule
 from looplm.training.monitors import NonFiniteGuard
-from looplm.training.opening import Opened, open_run, trained
+from looplm.training.opening import Opened, is_trained, open_run
 from looplm.training.optimizers import build_optimizers
 from looplm.training.recipe import Recipe
 from looplm.training.reporting import Reporter
@@ -98,7 +98,9 @@ def _session(recipe: Recipe, opened: Opened, data: Mixture, steps: int, world: W
     autocast = torch.bfloat16 if recipe.precision == "bfloat16" else None
     module = ObjectiveModule(model, recipe.objective, recipe.stability, autocast)
     wrapped = distribute(module, recipe.parallel, world)
-    optimizers = build_optimizers(model, recipe.optimizer, lambda name: trained(recipe, name))
+    optimizers = build_optimizers(
+        model, recipe.optimizer, lambda name: is_trained(recipe, name, recipe.objective.trains)
+    )
     ema = None if recipe.ema is None else Ema(model, recipe.ema)
     live = Live(module=module, optimizers=optimizers, ema=ema, lora=recipe.lora)
     depth = recipe.depth_schedule(model.config.loops)

@@ -11,7 +11,7 @@ from typing import Any
 from looplm.training.checkpoints import clear_unfinished, complete_checkpoints
 from looplm.training.distribution import World
 from looplm.training.logs import clear_log
-from looplm.training.recipe import Recipe, resolved
+from looplm.training.recipe import RunSettings, resolved
 from looplm.training.schedules import Constant
 
 try:
@@ -46,7 +46,7 @@ def alone_in(folder: Path, world: World) -> Generator[None]:
             os.close(descriptor)
 
 
-def refuse_another(folder: Path, recipe: Recipe) -> None:
+def refuse_another(folder: Path, recipe: RunSettings) -> None:
     """Let `recipe` pass if it may train in `folder`: the run there is its own, or has saved nothing.
 
     Raises:
@@ -67,7 +67,7 @@ def refuse_another(folder: Path, recipe: Recipe) -> None:
         )
 
 
-def claim(folder: Path, recipe: Recipe) -> None:
+def claim(folder: Path, recipe: RunSettings) -> None:
     """Make `folder` the run's of `recipe`: its recipe.json, and nothing of saves or of a run that came to nothing."""
     held, checkpoints = folder / _RECIPE, folder / "checkpoints"
     if held.exists() and not complete_checkpoints(checkpoints):

@@ -1,0 +1,154 @@
+"""One step's experience: questions drawn, completions sampled, marked, and compared within their groups."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from looplm.data.tokenizer import encode
+from looplm.rl.advantages import is_dead
+from looplm.rl.batches import Scored
+from looplm.rl.environments import Environment
+from looplm.rl.questions import Question
+from looplm.rl.recipe import RLRecipe
+from looplm.rl.rollouts import Rollout, RolloutSource
+from looplm.training.distribution import World
+from looplm.training.loader import row_seed
+
+_TRIES = 1000  # questions that may be too long for `max_prompt` in a row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The completions of one prompt with their rewards, and the price of their loops already taken off `rewards`.
+
+    marks: what the environment gave; None is neither right nor wrong (the answer on file cannot be read).
+    """
+
+    question: Question
+    rollouts: list[Rollout]
+    marks: list[float | None]
+    rewards: list[float]
+
+    @property
+    def dead(self) -> bool:
+        """Whether nothing can be learnt from it."""
+        return bool(is_dead(torch.tensor([self.rewards], dtype=torch.float64)))
+
+    @property
+    def unmarked(self) -> bool:
+        """Whether a completion could not be marked, so that the others have nothing to be compared with."""
+        return any(mark is None for mark in self.marks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experience:
+    """What a step learns from on this process: whole groups, their completions scored, and counts for the log."""
+
+    groups: list[Group]
+    scored: list[list[Scored]]
+    counts: dict[str, float]
+
+
+class Collector:
+    """Draws questions by step and place alone, so that a resumed run and any number of processes see the same.
+
+    Args:
+        questions: those of the training split · source: who samples.
+    """
+
+    def __init__(
+        self, recipe: RLRecipe, environment: Environment, tokenizer: PreTrainedTokenizerBase, source: RolloutSource,
+        world: World,
+    ) -> None:  # fmt: skip
+        self.recipe, self.environment, self.tokenizer = recipe, environment, tokenizer
+        self.source, self.world = source, world
+
+    def collect(self, step: int) -> Experience:
+        """This process's part of the step's groups."""
+        wanted = self.recipe.sampling.prompts
+        places = range(wanted * self.world.rank // self.world.size, wanted * (self.world.rank + 1) // self.world.size)
+        rules, too_long = self.recipe.advantages, 0
+        groups: dict[int, Group] = {}
+        replaced = 0
+        for attempt in range(1 + (rules.attempts if rules.dead == "resample" else 0)):
+            missing = [place for place in places if place not in groups or groups[place].dead or groups[place].unmarked]
+            replaced += len(missing) if attempt else 0
+            drawn = [self._question(step, place, attempt) for place in missing]
+            too_long += sum(skipped for _, _, skipped in drawn)
+            groups |= dict(zip(missing, self._sampled(step, missing, attempt, drawn), strict=True))
+        found = [groups[place] for place in places]
+        counts = {
+            "too_long_prompts": float(too_long), "resampled_groups": float(replaced),
+            "unmarked_groups": float(sum(group.unmarked for group in found)),
+        }  # fmt: skip
+        return Experience(groups=found, scored=self._scored(found, places), counts=counts)
+
+    def _question(self, step: int, place: int, attempt: int) -> tuple[Question, list[int], int]:
+        """A question that fits, its tokens, and how many were too long."""
+        first = (step * (1 + self.recipe.advantages.attempts) + attempt) * self.recipe.sampling.prompts + place
+        for skipped in range(_TRIES):
+            question = self.environment.question(first + skipped * 2**40, "train")
+            tokens = prompt_tokens(self.tokenizer, question)
+            if len(tokens) <= self.recipe.sampling.max_prompt:
+                return question, tokens, skipped
+        raise ValueError(
+            f"{_TRIES} questions in a row are longer than sampling.max_prompt={self.recipe.sampling.max_prompt} tokens"
+        )
+
+    def _sampled(
+        self, step: int, places: Sequence[int], attempt: int, drawn: Sequence[tuple[Question, list[int], int]]
+    ) -> list[Group]:  # fmt: skip
+        size = self.recipe.sampling.group
+        seeds = [row_seed(self.recipe.seed, step, attempt * self.recipe.sampling.prompts + place) for place in places]
+        sampled = self.source.sample([tokens for _, tokens, _ in drawn], seeds, size) if drawn else []
+        questions = [question for question, _, _ in drawn for _ in range(size)]
+        rollouts = [rollout for group in sampled for rollout in group]
+        marks = self.environment.reward(
+            questions, [rollout.text for rollout in rollouts], [rollout.token_ids for rollout in rollouts]
+        )
+        price = self.recipe.loop_price
+        rewards = [
+            (0.0 if mark is None else mark) - price * mean_loops(rollout)
+            for mark, rollout in zip(marks, rollouts, strict=True)
+        ]
+        return [
+            Group(
+                question=question, rollouts=sampled[index], marks=list(marks[index * size : (index + 1) * size]),
+                rewards=rewards[index * size : (index + 1) * size],
+            )
+            for index, (question, _, _) in enumerate(drawn)
+        ]  # fmt: skip
+
+    def _scored(self, groups: Sequence[Group], places: range) -> list[list[Scored]]:
+        """Every completion with its advantage among the rewards of all processes, and whether it is to count."""
+        sampling = self.recipe.sampling
+        rewards = torch.zeros(sampling.prompts, sampling.group, dtype=torch.float64)
+        for place, group in zip(places, groups, strict=True):
+            rewards[place] = torch.tensor(group.rewards, dtype=torch.float64)
+        advantages = self.recipe.advantages.of(self.world.sum(rewards).cpu())[places.start : places.stop]
+        return [
+            [
+                Scored(rollout=rollout, advantage=value, counts=self._counts(group, rollout))
+                for rollout, value in zip(group.rollouts, values, strict=True)
+            ]
+            for group, values in zip(groups, advantages.tolist(), strict=True)
+        ]
+
+    def _counts(self, group: Group, rollout: Rollout) -> bool:
+        dropped = group.unmarked or (group.dead and self.recipe.advantages.dead != "keep")
+        return not dropped and (rollout.finished or not self.recipe.mask_truncated)
+
+
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, question: Question) -> list[int]:
+    """A question's token ids: text as it is, messages through the tokenizer's chat template."""
+    if isinstance(question.prompt, str):
+        return encode(tokenizer, [question.prompt])[0]
+    text = tokenizer.apply_chat_template(question.prompt, add_generation_prompt=True, tokenize=False)
+    return encode(tokenizer, [str(text)])[0]
+
+
+def mean_loops(rollout: Rollout) -> float:
+    """Loops a token of the completion; the prompt's depth where there is none."""
+    return sum(rollout.loops) / len(rollout.loops) if rollout.loops else float(rollout.max_loops)

@@ -1,0 +1,170 @@
+"""The flat loop of reinforcement learning: sample, mark, compare, then update; log, evaluate, save."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+from looplm.models import LoopLMForCausalLM
+from looplm.rl.batches import Scored, count, padded, weights
+from looplm.rl.collect import Collector, Experience
+from looplm.rl.diary import Diary
+from looplm.rl.module import PolicyModule, emitted_logprobs, simulated_exits
+from looplm.rl.recipe import RLRecipe
+from looplm.training.checkpoints import Live, Progress
+from looplm.training.distribution import World, without_sync
+from looplm.training.logs import StepProgress
+from looplm.training.loop import due, interrupt_requested, set_rates, update
+from looplm.training.module import MetricSums
+from looplm.training.monitors import NonFiniteGuard
+from looplm.training.sharded import whole
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """The parts of a run that its loop puts to work.
+
+    wrapped: `live.module` under DDP · reference: opens the model as it was before the run, for a KL term
+    loops: the depth of prompts, and the most that a token does.
+    """
+
+    recipe: RLRecipe
+    world: World
+    live: Live
+    wrapped: nn.Module
+    reference: Callable[[], AbstractContextManager[LoopLMForCausalLM]]
+    collector: Collector
+    guard: NonFiniteGuard
+    diary: Diary
+    loops: int
+    pad: int
+
+    @property
+    def module(self) -> PolicyModule:
+        """The policy under its objective."""
+        assert isinstance(self.live.module, PolicyModule)
+        return self.live.module
+
+
+def run_steps(
+    session: Session, start: Progress, progress: StepProgress, save: Callable[[Progress], object]
+) -> int:  # fmt: skip
+    """Train from where `start` stands to the last step; the number of steps done, fewer after an interrupt."""
+    recipe, live, done = session.recipe, session.live, start
+    with interrupt_requested() as interrupted:
+        while done.step < recipe.steps:
+            began = time.perf_counter()
+            factor = set_rates(live, recipe.schedule.factor(done.step, recipe.steps))
+            live.model.eval()
+            experience = session.collector.collect(done.step)
+            sampled = time.perf_counter()
+            live.model.train()
+            metrics = learn(session, experience, done.step)
+            session.collector.source.weights_changed()
+            done = replace(done, step=done.step + 1, guard=session.guard.state_dict())
+            if due(done.step, recipe.log_every, recipe.steps):
+                seconds = {"seconds_sampling": sampled - began, "seconds_learning": time.perf_counter() - sampled}
+                session.diary.step(done.step, experience, metrics, {"lr_factor": factor} | seconds)
+            if due(done.step, recipe.evaluate_every, recipe.steps):
+                session.diary.evaluation(done.step)
+            stop = bool(session.world.sum(torch.tensor(float(interrupted()))).item())
+            if due(done.step, recipe.save_every, recipe.steps) or stop:
+                save(done)
+            progress.advance(done.step, f"reward {session.diary.reward:.3f}")
+            if stop:
+                break
+    return done.step
+
+
+def learn(session: Session, experience: Experience, step: int) -> dict[str, float]:
+    """All updates on a step's completions; what they say of the policy, over all processes."""
+    recipe, sums, norms, taken = session.recipe, MetricSums(), [], 0
+    scored, cuts = experience.scored, recipe.minibatches
+    parts = [
+        _prepared(
+            session,
+            [one for group in scored[len(scored) * part // cuts : len(scored) * (part + 1) // cuts] for one in group],
+        )
+        for part in range(cuts)
+    ]
+    for epoch in range(recipe.epochs):
+        for index, part in enumerate(parts):
+            first = epoch == index == 0
+            norms.append(_gradient(session, part, sums if first else MetricSums()))
+            if first:
+                _refuse_drift(session, sums, step)
+            if part.rows and session.guard.admits(norms[-1], step):
+                update(session.live)
+                taken += 1
+    return sums.means(session.world.sum) | {"grad_norm": sum(norms) / len(norms), "updates": float(taken)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """The rows of one update on this process as micro-batches, and how many rows all processes learn from."""
+
+    micro_batches: list[Batch]
+    rows: float
+
+
+def _prepared(session: Session, scored: Sequence[Scored]) -> _Part:
+    """Micro-batches of rows of like length, with all that the objective asks of the policy as it is now."""
+    recipe, world = session.recipe, session.world
+    counts = count(scored, world.sum)
+    # Without a pull to the reference a completion of advantage 0 moves nothing, though means count it.
+    taught = [one for one in scored if one.counts and one.rollout.token_ids and (one.advantage or recipe.objective.kl)]
+    taught.sort(key=lambda one: len(one.rollout.prompt_ids) + len(one.rollout.token_ids), reverse=True)
+    size = recipe.micro_rows or max(1, len(taught))
+    cuts = [taught[first : first + size] for first in range(0, max(1, len(taught)), size)]
+    batches = [padded(rows, session.pad, recipe.sampling.kv == "recomputed") for rows in cuts]
+    for batch in batches:
+        batch["weights"] = weights(batch, recipe.mean, counts, recipe.sampling.max_tokens)
+    ready = [_asked(session, {name: value.to(world.device) for name, value in batch.items()}) for batch in batches]
+    return _Part(micro_batches=ready, rows=world.sum(torch.tensor(float(len(taught)))).item())
+
+
+def _asked(session: Session, batch: Batch) -> Batch:
+    """`batch` with what the reference says of it, and the gate that sampled."""
+    recipe, module = session.recipe, session.module
+    if recipe.simulated_exit is not None:
+        batch |= simulated_exits(module.model, batch, session.loops, recipe.simulated_exit)
+    if recipe.objective.kl:
+        with session.reference() as model:
+            batch["reference"] = emitted_logprobs(model, batch, session.loops, module.objective)
+    if recipe.asks_old_gate or recipe.objective.learn_exits:
+        log_pdf = batch["exit_log_pdf"] = module.of_gate(batch, session.loops)
+        if recipe.objective.learn_exits:
+            batch["sampled"] = batch["sampled"] + log_pdf.gather(-1, batch["exits"][..., None] - 1).squeeze(-1)
+    return batch
+
+
+def _gradient(session: Session, part: _Part, sums: MetricSums) -> float:
+    """The gradient of one update in its parameters, clipped; its norm before."""
+    live, world = session.live, session.world
+    for optimizer in live.optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    for index, batch in enumerate(part.micro_batches):
+        with without_sync(session.wrapped, last=index == len(part.micro_batches) - 1):
+            loss, found = session.wrapped(batch, session.loops)
+            (loss * world.size).backward()  # the wrapper averages over processes; weights sum to 1 over all of them
+        sums.add({"loss": loss.detach(), **found}, batch["weights"].sum())
+    for parameter in live.trained():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    return float(whole(clip_grad_norm_(live.trained(), session.recipe.clip_norm)))
+
+
+def _refuse_drift(session: Session, sums: MetricSums, step: int) -> None:
+    """Stop where the policy that is trained is not the one that sampled."""
+    drift = sums.means(session.world.sum).get("ratio_drift", 0.0)
+    if session.recipe.simulated_exit is None and drift > session.recipe.max_drift:
+        raise ValueError(
+            f"step {step}: log-probabilities in training lie {drift:.2g} from the sampler's on average, more than "
+            f"max_drift={session.recipe.max_drift:g}; a lower precision may need a larger max_drift"
+        )
