@@ -5,9 +5,9 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from rich.console import Console
 from torch.optim import Optimizer
 
@@ -172,7 +172,7 @@ def _reference(
 
 @contextlib.contextmanager
 def _adapters_off(model: LoopLMForCausalLM) -> Generator[LoopLMForCausalLM]:
-    layers = [part for part in model.modules() if isinstance(part, BaseTunerLayer)]
+    layers: list[Any] = [part for part in model.modules() if hasattr(part, "lora_A")]  # PEFT's own
     for layer in layers:
         layer.enable_adapters(False)
     try:
