@@ -52,7 +52,7 @@ def write_recipe(folder: Path, overrides: tuple[str, ...] = (), out: str = "run"
     if not model.exists():
         policy(model, **changes)
     prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"a{n % 10}b{n // 10}="}) + "\n" for n in range(40)))
+    prompts.write_text("".join(json.dumps({"prompt": f"{n:02}......="}) + "\n" for n in range(40)))
     path = folder / "recipe.yaml"
     path.write_text(BASE.format(out=folder / out, model=model, prompts=prompts))
     return load_rl_recipe(path, overrides)
