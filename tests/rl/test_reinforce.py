@@ -45,6 +45,15 @@ def test_without_a_step_every_ratio_stays_one(tmp_path, parts, kv):
         assert record["clipped"] == 0
 
 
+@pytest.mark.parametrize("loops", [1, 2, 5])
+def test_a_fixed_depth_may_be_any(tmp_path, loops):
+    run(write_recipe(tmp_path, (f"sampling.depth={{kind: fixed, loops: {loops}}}", "steps=1")))
+    (record,) = [record for record in read_log(tmp_path / "run") if "ratio" in record]
+    assert record["mean_loops"] == loops
+    assert record["ratio_drift"] < 1e-4
+    assert f"weight_loop{loops}" in record
+
+
 def test_what_is_not_what_sampled_is_refused(tmp_path, monkeypatch):
     """A store that is not filled, as if training did not know of early exits."""
     recipe = write_recipe(tmp_path, (EARLY,))

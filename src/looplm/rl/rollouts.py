@@ -116,7 +116,7 @@ class EngineRollouts:
     ) -> None:  # fmt: skip
         check_replayable(kv)
         self.refresh = refresh
-        self.max_loops = depth.deepest(max(model.config.loops, depth.loops if isinstance(depth, FixedLoops) else 1))
+        self.max_loops = most_loops(depth, model.config.loops)
         self.engine = Engine(
             model, tokenizer, depth=depth, kv=kv, loops=self.max_loops, max_rows=max_rows,
             max_length=max_prompt + max_tokens, kv_bytes=kv_bytes,
@@ -143,6 +143,11 @@ class EngineRollouts:
             prompt_ids=done.prompt_token_ids, token_ids=done.token_ids, loops=done.loops, logprobs=done.logprobs,
             text=done.text or "", finished=done.finish_reason == "stop", max_loops=self.max_loops,
         )  # fmt: skip
+
+
+def most_loops(depth: DepthPolicy, loops: int) -> int:
+    """What prompts do, and a token at most, with a model of so many loops; a fixed depth may be more than those."""
+    return depth.deepest(max(loops, depth.loops) if isinstance(depth, FixedLoops) else loops)
 
 
 def check_replayable(kv: str) -> None:

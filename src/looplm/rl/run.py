@@ -18,7 +18,7 @@ from looplm.rl.diary import Diary
 from looplm.rl.loop import Session, run_steps
 from looplm.rl.module import PolicyModule
 from looplm.rl.recipe import RLRecipe
-from looplm.rl.rollouts import EngineRollouts, RolloutSource
+from looplm.rl.rollouts import EngineRollouts, RolloutSource, most_loops
 from looplm.training.adapters import plain_model
 from looplm.training.checkpoints import (
     Base,
@@ -100,7 +100,8 @@ def _reinforce(
     reference = _reference(recipe, opened.model, start.base)
     make_trainable(recipe, opened.model, done[-1] if done else None, objective.trains)
     world.wait()  # nobody writes before everybody has looked
-    loops = recipe.sampling.depth.policy(opened.model.config.loops).deepest(opened.model.config.loops)
+    own = opened.model.config.loops
+    loops = most_loops(recipe.sampling.depth.policy(own), own)
     autocast = torch.bfloat16 if recipe.precision == "bfloat16" else None
     module = PolicyModule(opened.model, objective, loops, autocast)
     wrapped = distribute(module, recipe.parallel, world)
