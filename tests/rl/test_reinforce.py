@@ -1,7 +1,11 @@
 """The RL loop: what was sampled is what is trained, nothing moves without a reason, and a run resumes exactly."""
 
 import json
+import os
+import subprocess
+import sys
 from io import StringIO
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,6 +120,28 @@ def test_the_update_does_not_depend_on_micro_batches(tmp_path):
         for name, tensor in found[0].items():
             torch.testing.assert_close(other[name], tensor, atol=1e-9, rtol=0)
     assert any((tensor - before[name].to(tensor)).abs().max() > 1e-4 for name, tensor in found[0].items())
+
+
+def test_two_processes_learn_what_one_does(tmp_path):
+    """Three groups on two processes are uneven; in float64, so that sums in another order agree closely."""
+    more = (
+        EARLY, "precision=float64", "micro_rows=2", "objective.kl=0.1", "sampling.prompts=3", "steps=2", "save_every=2",
+        "advantages.scale=batch", "objective.loop_weights={kind: learned}",
+    )  # fmt: skip
+    alone = run(write_recipe(tmp_path, more, out="alone"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    root = Path(__file__).parents[2]
+    script, recipe = root / "tests/rl/distributed_rl.py", tmp_path / "recipe.yaml"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}"}
+    subprocess.run(
+        [*command, str(script), str(recipe), *more, f"out={tmp_path / 'two'}"], check=True, env=environment, timeout=240
+    )
+    ours, theirs = weights_of(tmp_path / "two/checkpoints/step-00000002"), weights_of(alone.checkpoint)
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, atol=1e-8, rtol=0)
+    kept = ("reward", "reward_std", "ratio", "reference_kl", "mean_loops", "grad_norm", "length")
+    for one, other in zip(read_log(tmp_path / "two"), read_log(tmp_path / "alone"), strict=True):
+        assert [one.get(k) for k in kept] == pytest.approx([other.get(k) for k in kept], abs=1e-6)
 
 
 def test_equal_rewards_move_nothing(tmp_path):
