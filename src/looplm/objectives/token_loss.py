@@ -9,7 +9,6 @@ from torch.utils.checkpoint import checkpoint
 
 from looplm.models.precision import at_least_float32
 from looplm.objectives.linear_ce import (
-    CHUNK_ELEMENTS,
     IGNORED,
     add_head_gradient,
     logits_gradient,
@@ -18,6 +17,7 @@ from looplm.objectives.linear_ce import (
 
 # Suffixes: N tokens, T loops, C tokens of a chunk, R of its (loop, token) pairs that are read, D width, V vocabulary.
 
+CHUNK_ELEMENTS = 2**23  # logits held at once: few, since a chunk of every loop lies beside the states of all of them
 LossOf = Callable[[Tensor, Sequence[Tensor]], Tensor]
 
 
