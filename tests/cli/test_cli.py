@@ -34,7 +34,9 @@ def run(*arguments):
 
 def test_the_surface_is_frozen():
     verbs = {command.name or command.callback.__name__ for command in app.registered_commands}
-    assert verbs == {"demo", "train", "sft", "tokenize", "average", "generate", "calibrate", "info", "export", "study"}
+    assert verbs == {
+        "demo", "train", "sft", "rl", "tokenize", "average", "generate", "calibrate", "info", "export", "study",
+    }  # fmt: skip
     assert [group.name for group in app.registered_groups] == ["bench"]
     for verb in (*verbs, "bench", "bench head-loss", "bench jsrr"):
         assert run(*verb.split(), "--help").exit_code == 0
