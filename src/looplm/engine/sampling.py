@@ -129,14 +129,18 @@ def choose(logits: Tensor, asked: Sequence[Asked]) -> Chosen:
     best = judged.max(-1)  # the first of equals, as argmax
     tokens, others = best.indices, judged.scatter(-1, best.indices[:, None], -math.inf).amax(-1)
     drawn = [row for row, ask in enumerate(asked) if ask.params.temperature > 0]
-    scores = _scores(judged[drawn], [asked[row] for row in drawn])
+    scores = judged[:0]
     if drawn:
+        scores = _scores(judged[drawn], [asked[row] for row in drawn])
         tokens = tokens.index_put((torch.tensor(drawn),), _drawn(scores, [asked[row] for row in drawn]))
     logprobs = wide.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].tolist()
-    for row, ask in enumerate(asked):
-        if ask.params.logprobs_mode == "processed":
-            under = scores[drawn.index(row)] if ask.params.temperature > 0 else judged[row]
-            logprobs[row] = under.log_softmax(-1)[tokens[row]].item()
+    if any(ask.params.logprobs_mode == "processed" for ask in asked):
+        greedy = [row for row, ask in enumerate(asked) if ask.params.temperature == 0]
+        for rows, under in ((drawn, scores), (greedy, judged[greedy])):
+            found = under.log_softmax(-1).gather(-1, tokens[rows, None])[:, 0].tolist()
+            for row, value in zip(rows, found, strict=True):
+                if asked[row].params.logprobs_mode == "processed":
+                    logprobs[row] = value
     return Chosen(tokens=tokens.tolist(), logprobs=logprobs, leads=(best.values - others).tolist())
 
 

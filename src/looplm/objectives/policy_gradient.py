@@ -17,6 +17,23 @@ from looplm.objectives.token_loss import token_loss
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What the head is to read of a trace, and how much it counts.
+
+    hidden: [B*S, D] of each of the loops `kept`, tempered · targets: [B*S] · seen: what the loop weights looked at
+    weights, read: [kept, B*S], each loop's credit, and whether it is read at all; a token's exit is read of the last
+        loop, where it still stands as it left.
+    """
+
+    hidden: list[Tensor]
+    kept: list[int]
+    targets: Tensor
+    seen: Trajectories
+    weights: Tensor
+    read: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class PolicyGradient:
     """sum over tokens of w (-min(r A, clip(r) A) + kl k3), r the ratio of the policy that emitted the token.
 
@@ -81,23 +98,31 @@ class PolicyGradient:
                 `exit_log_pdf` [B, S, T], of the gate that sampled, for exit weights; today's, detached, without it.
             logits: [T], of learned loop weights.
         """
-        targets, kept = next_token_targets(batch["labels"]), sorted(trace.states)
-        hidden = [
-            rows if self.temperature == 1 else rows / self.temperature for rows in hidden_rows(model, trace, kept)
-        ]
-        wide = torch.promote_types(hidden[0].dtype, torch.float32)
-        seen = self.seen(trace, batch, logits, wide)
-        weights = read_last(seen.weights(self.loop_weights), seen)[[loop - 1 for loop in kept]]
+        reading = self.reading(model, trace, batch, logits)
+        targets, seen, weights = reading.targets, reading.seen, reading.weights
+        wide = weights.dtype
         mass, advantage, sampled = (shifted(batch[name]).to(wide) for name in ("weights", "advantages", "sampled"))
         mass = mass * (targets != IGNORED)
         reference = shifted(batch["reference"]).to(wide) if self.kl else torch.zeros_like(mass)
         left = self._exit_log_prob(trace, seen.exits).to(wide)
         given = [weights, mass, advantage, sampled, reference, left]
+        loss, nll = token_loss(reading.hidden, model.lm_head.weight, targets, reading.read, self._of_tokens, given)
+        with torch.no_grad():
+            return loss, self._metrics(nll, seen, reading.kept, given)
+
+    def reading(self, model: LoopLMForCausalLM, trace: Trace, batch: Batch, logits: Tensor | None = None) -> Reading:
+        """What is read of `trace`; the arguments as in a call."""
+        kept = sorted(trace.states)
+        hidden = [
+            rows if self.temperature == 1 else rows / self.temperature for rows in hidden_rows(model, trace, kept)
+        ]
+        seen = self.seen(trace, batch, logits, torch.promote_types(hidden[0].dtype, torch.float32))
+        weights = _read_last(seen.weights(self.loop_weights), seen)[[loop - 1 for loop in kept]]
         read = weights > 0
         read[-1] = True
-        loss, nll = token_loss(hidden, model.lm_head.weight, targets, read, self._of_tokens, given)
-        with torch.no_grad():
-            return loss, self._metrics(nll, seen, kept, given)
+        return Reading(
+            hidden=hidden, kept=kept, targets=next_token_targets(batch["labels"]), seen=seen, weights=weights, read=read
+        )
 
     def _of_tokens(self, nll_TC: Tensor, given: Sequence[Tensor]) -> Tensor:
         """The loss [C] of tokens with nll [T, C], and `given` as `__call__` lists it."""
@@ -115,7 +140,7 @@ class PolicyGradient:
 
     def _value(self, last: Tensor, mixed: Tensor, left: Tensor) -> Tensor:
         """What the emitting policy says of a token, with the gradient of all the loops that count."""
-        value = last.detach() + (mixed - mixed.detach())
+        value = borrowed(last, mixed)
         return value + left if self.learn_exits else value
 
     def seen(self, trace: Trace, batch: Batch, logits: Tensor | None, dtype: torch.dtype) -> Trajectories:
@@ -165,7 +190,12 @@ class PolicyGradient:
         return {name: (values * mass).sum().detach() for name, values in found.items()}
 
 
-def read_last(weights: Tensor, seen: Trajectories) -> Tensor:
+def borrowed(value: Tensor, gradient: Tensor) -> Tensor:
+    """The numbers of `value` with the gradient of `gradient`."""
+    return value.detach() + (gradient - gradient.detach())
+
+
+def _read_last(weights: Tensor, seen: Trajectories) -> Tensor:
     """Weights [T, N] with that of each token's exit moved to the last loop, where the token still stands as it left."""
     own = (weights * (seen.loop == seen.exits)).sum(0)
     moved = torch.where(seen.loop < seen.exits, weights, torch.zeros_like(weights))

@@ -11,8 +11,8 @@ from looplm.rl.collect import Experience, mean_loops
 from looplm.rl.evaluate import evaluate
 from looplm.rl.module import PolicyModule
 from looplm.rl.recipe import RLRecipe
+from looplm.rl.rollouts import merged_model
 from looplm.rl.signals import signals
-from looplm.training.adapters import plain_model
 from looplm.training.distribution import World
 from looplm.training.logs import Log
 
@@ -47,10 +47,8 @@ class Diary:
         """Held-out questions at every loop; each process asks them all, since they are few."""
         rules = self.recipe.evaluation
         loops = rules.loops or range(1, self.module.model.config.loops + 1)
-        plain = plain_model(self.module.model)
-        assert plain is not None
         found = evaluate(
-            plain.eval(), self.tokenizer, self.recipe, list(loops),
+            merged_model(self.module.model), self.tokenizer, self.recipe, list(loops),
             rules.max_tokens or self.recipe.sampling.max_tokens,
         )  # fmt: skip
         self.log.write(step, found)

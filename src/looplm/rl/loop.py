@@ -15,10 +15,11 @@ from looplm.rl.collect import Collector, Experience
 from looplm.rl.diary import Diary
 from looplm.rl.module import PolicyModule, emitted_logprobs, simulated_exits
 from looplm.rl.recipe import RLRecipe
+from looplm.rl.rollouts import drift_found
 from looplm.training.checkpoints import Live, Progress
 from looplm.training.distribution import World, without_sync
 from looplm.training.logs import StepProgress
-from looplm.training.loop import due, interrupt_requested, set_rates, update
+from looplm.training.loop import clear_gradients, complete_gradients, due, interrupt_requested, set_rates, update
 from looplm.training.module import MetricSums
 from looplm.training.monitors import NonFiniteGuard
 from looplm.training.sharded import whole
@@ -147,16 +148,13 @@ def _asked(session: Session, batch: Batch) -> Batch:
 def _gradient(session: Session, part: _Part, sums: MetricSums) -> float:
     """The gradient of one update in its parameters, clipped; its norm before."""
     live, world = session.live, session.world
-    for optimizer in live.optimizers:
-        optimizer.zero_grad(set_to_none=True)
+    clear_gradients(live)
     for index, batch in enumerate(part.micro_batches):
         with without_sync(session.wrapped, last=index == len(part.micro_batches) - 1):
             loss, found = session.wrapped(batch, session.loops)
             (loss * world.size).backward()  # the wrapper averages over processes; weights sum to 1 over all of them
         sums.add({"loss": loss.detach(), **found}, batch["weights"].sum())
-    for parameter in live.trained():
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+    complete_gradients(live)
     return float(whole(clip_grad_norm_(live.trained(), session.recipe.clip_norm)))
 
 
@@ -164,7 +162,4 @@ def _refuse_drift(session: Session, sums: MetricSums, step: int) -> None:
     """Stop where the policy that is trained is not the one that sampled."""
     drift = sums.means(session.world.sum).get("ratio_drift", 0.0)
     if session.recipe.simulated_exit is None and drift > session.recipe.max_drift:
-        raise ValueError(
-            f"step {step}: log-probabilities in training lie {drift:.2g} from the sampler's on average, more than "
-            f"max_drift={session.recipe.max_drift:g}; a lower precision may need a larger max_drift"
-        )
+        raise ValueError(f"step {step}: {drift_found(drift, session.recipe.max_drift)}")

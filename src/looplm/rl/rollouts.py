@@ -10,6 +10,7 @@ from looplm.engine import Completion, DepthPolicy, Engine, ExitSampled, FixedLoo
 from looplm.engine.calibration import FAMILIES
 from looplm.models import LoopLMForCausalLM
 from looplm.objectives.kinds import ByKind
+from looplm.training.adapters import plain_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +144,21 @@ class EngineRollouts:
             prompt_ids=done.prompt_token_ids, token_ids=done.token_ids, loops=done.loops, logprobs=done.logprobs,
             text=done.text or "", finished=done.finish_reason == "stop", max_loops=self.max_loops,
         )  # fmt: skip
+
+
+def merged_model(model: LoopLMForCausalLM) -> LoopLMForCausalLM:
+    """What the engine takes: a plain model that computes what `model` does, in weights of its own for adapters."""
+    plain = plain_model(model)
+    assert plain is not None
+    return plain.eval().requires_grad_(False)
+
+
+def drift_found(drift: float, most: float) -> str:
+    """What is said where the policy that is trained is not the one that sampled."""
+    return (
+        f"log-probabilities in training lie {drift:.2g} from the sampler's on average, more than "
+        f"max_drift={most:g}; a lower precision may need a larger max_drift"
+    )
 
 
 def most_loops(depth: DepthPolicy, loops: int) -> int:

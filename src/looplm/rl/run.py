@@ -18,8 +18,7 @@ from looplm.rl.diary import Diary
 from looplm.rl.loop import Session, run_steps
 from looplm.rl.module import PolicyModule
 from looplm.rl.recipe import RLRecipe
-from looplm.rl.rollouts import EngineRollouts, RolloutSource, most_loops
-from looplm.training.adapters import plain_model
+from looplm.rl.rollouts import EngineRollouts, RolloutSource, merged_model, most_loops
 from looplm.training.checkpoints import (
     Base,
     Live,
@@ -36,7 +35,7 @@ from looplm.training.logs import RunLog, SilentLog, StepProgress
 from looplm.training.monitors import NonFiniteGuard
 from looplm.training.opening import Opened, is_trained, latest_checkpoint, make_trainable, open_checkpoint
 from looplm.training.optimizers import build_optimizers
-from looplm.training.run import RunResult
+from looplm.training.run import RunResult, finished_run
 from looplm.training.run_folder import alone_in, claim, refuse_another
 
 MakeSource = Callable[[RLRecipe, Opened], RolloutSource]
@@ -57,10 +56,9 @@ def reinforce(
             that is trained drifts from the one that sampled.
     """
     folder, world = Path(recipe.out), open_world()
-    refuse_another(folder, recipe)
-    done = complete_checkpoints(folder / "checkpoints")
-    if done and read_progress(done[-1]).step == recipe.steps:
-        return RunResult(checkpoint=done[-1], step=recipe.steps, steps=recipe.steps)
+    finished = finished_run(recipe, folder)
+    if finished is not None:
+        return finished
     with alone_in(folder, world):
         try:
             return _reinforce(recipe, folder, world, console or Console(stderr=True), title, source or engine_source)
@@ -78,13 +76,6 @@ def engine_source(recipe: RLRecipe, opened: Opened) -> EngineRollouts:
         max_prompt=sampling.max_prompt, max_rows=sampling.max_rows, kv_bytes=sampling.kv_bytes,
         refresh=lambda: None if merged is model else merged.load_state_dict(merged_model(model).state_dict()),
     )  # fmt: skip
-
-
-def merged_model(model: LoopLMForCausalLM) -> LoopLMForCausalLM:
-    """A plain model that computes what `model` does, in weights of its own where there are adapters."""
-    plain = plain_model(model)
-    assert plain is not None
-    return plain.eval().requires_grad_(False)
 
 
 def _reinforce(

@@ -24,11 +24,11 @@ from looplm.objectives.loop_weights import (
     ProgressiveWeights,
     UniformWeights,
 )
-from looplm.objectives.policy_gradient import read_last
-from looplm.objectives.targets import Batch, hidden_rows, next_token_targets
+from looplm.objectives.policy_gradient import borrowed
+from looplm.objectives.targets import Batch
 from looplm.objectives.token_loss import entropies, loop_logprobs
 from looplm.rl.module import trajectories
-from looplm.rl.rollouts import EngineRollouts
+from looplm.rl.rollouts import EngineRollouts, drift_found
 
 try:
     import trl
@@ -238,10 +238,7 @@ class RLTTTrainer(GRPOTrainer):
         drift = self.accelerator.gather(far).mean().item()
         self._metrics["train" if self.model.training else "eval"]["sampling/drift"].append(drift)
         if not drift <= self.max_drift:
-            raise ValueError(
-                f"log-probabilities in training lie {drift:.2g} from the sampler's on average, more than "
-                f"max_drift={self.max_drift:g}; a lower precision may need a larger max_drift"
-            )
+            raise ValueError(drift_found(drift, self.max_drift))
 
 
 def _base(model: Any) -> LoopLMForCausalLM:
@@ -267,17 +264,11 @@ def _score(
     batch: Batch, model: LoopLMForCausalLM, loops: int, objective: PolicyGradient
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Of the token that each position predicts [B, S]: log P of its loop; that with RLTT's gradient; the entropy."""
-    trace = trajectories(model, dict(batch), loops, objective)
-    kept, targets, shape = sorted(trace.states), next_token_targets(batch["labels"]), batch["labels"].shape
-    hidden = [rows / objective.temperature for rows in hidden_rows(model, trace, kept)]
-    seen = objective.seen(trace, batch, None, torch.promote_types(hidden[0].dtype, torch.float32))
-    weights = read_last(seen.weights(objective.loop_weights), seen)[[loop - 1 for loop in kept]]
-    read = weights > 0
-    read[-1] = True
-    log_p = loop_logprobs(hidden, model.lm_head.weight, targets, read)
-    last, mixed = log_p[-1], (log_p * weights).sum(0)
-    value = last.detach() + (mixed - mixed.detach())
-    entropy = entropies(hidden[-1], model.lm_head.weight, targets)
+    reading = objective.reading(model, trajectories(model, dict(batch), loops, objective), batch)
+    shape = batch["labels"].shape
+    log_p = loop_logprobs(reading.hidden, model.lm_head.weight, reading.targets, reading.read)
+    last, value = log_p[-1], borrowed(log_p[-1], (log_p * reading.weights).sum(0))
+    entropy = entropies(reading.hidden[-1], model.lm_head.weight, reading.targets)
     return last.view(shape), value.view(shape), entropy.view(shape)
 
 

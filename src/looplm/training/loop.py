@@ -86,8 +86,7 @@ def accumulate(session: Session, batch: StepBatch, step: int) -> tuple[Tensor, M
     recipe, live, world = session.recipe, session.live, session.world
     micro_batches = step_weights(batch.micro_batches, recipe.data, world.sum)
     total, metrics = torch.zeros((), dtype=torch.float64, device=world.device), MetricSums()
-    for optimizer in live.optimizers:
-        optimizer.zero_grad(set_to_none=True)
+    clear_gradients(live)
     for index, (rows, micro_batch) in enumerate(zip(batch.spans, micro_batches, strict=True)):
         own = {name: value.to(world.device, non_blocking=True) for name, value in micro_batch.items()}
         groups = depth_groups(session.depth, recipe.seed, step, index, rows, own)
@@ -97,10 +96,21 @@ def accumulate(session: Session, batch: StepBatch, step: int) -> tuple[Tensor, M
         total += loss.detach()
         for part, mass in found:
             metrics.add(part, mass)
-    for parameter in live.trained():
-        if parameter.grad is None:  # not reached at this depth: a zero, so that all numbers of processes agree
-            parameter.grad = torch.zeros_like(parameter)
+    complete_gradients(live)
     return total, metrics
+
+
+def clear_gradients(live: Live) -> None:
+    """Before a step's first backward pass."""
+    for optimizer in live.optimizers:
+        optimizer.zero_grad(set_to_none=True)
+
+
+def complete_gradients(live: Live) -> None:
+    """A zero for what no pass of the step reached, so that all numbers of processes agree."""
+    for parameter in live.trained():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def set_rates(live: Live, factor: float) -> float:

@@ -27,7 +27,7 @@ from looplm.training.module import ObjectiveModule
 from looplm.training.monitors import NonFiniteGuard
 from looplm.training.opening import Opened, is_trained, open_run
 from looplm.training.optimizers import build_optimizers
-from looplm.training.recipe import Recipe
+from looplm.training.recipe import Recipe, RunSettings
 from looplm.training.reporting import Reporter
 from looplm.training.run_folder import alone_in, claim, refuse_another
 
@@ -57,18 +57,18 @@ def train(recipe: Recipe, console: Console | None = None, title: str = "train") 
             nothing is written then.
     """
     folder, world = Path(recipe.out), open_world()
-    finished = _finished(recipe, folder)
+    finished = finished_run(recipe, folder)
     if finished is not None:
         return finished
     with alone_in(folder, world):
         return _train(recipe, folder, world, console or Console(stderr=True), title)
 
 
-def _finished(recipe: Recipe, folder: Path) -> RunResult | None:
-    """The run in `folder` if it is done; neither model nor text is needed then."""
+def finished_run(recipe: RunSettings, folder: Path) -> RunResult | None:
+    """The run of `recipe` in `folder` if it is done; neither model nor text is needed then."""
     refuse_another(folder, recipe)
     done = complete_checkpoints(folder / "checkpoints")
-    if not done or read_progress(done[-1]).step != recipe.steps:
+    if not done or recipe.steps is None or read_progress(done[-1]).step != recipe.steps:
         return None
     return RunResult(checkpoint=done[-1], step=recipe.steps, steps=recipe.steps)
 
