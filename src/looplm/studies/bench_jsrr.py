@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from looplm.analysis.allocations import peak_bytes
-from looplm.models import LoopLMConfig, LoopLMForCausalLM
 from looplm.objectives import (
     AdjacentL2,
     ExpectedLoss,
@@ -19,6 +18,7 @@ from looplm.objectives import (
     StabilityTerm,
     VectorJacobian,
 )
+from looplm.studies.step_problem import StepProblem
 from looplm.studies.timing import seconds_in_turn
 
 RECOMMENDED = "finite difference, 1 row in 8"
@@ -35,8 +35,8 @@ FORMS: dict[str, StabilityForm | None] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class JsrrProblem:
-    """Sizes of the benchmark: `layers` shared layers looped `loops` times on `rows` rows of `length` tokens."""
+class JsrrProblem(StepProblem):
+    """Sizes of the benchmark."""
 
     width: int = 256
     layers: int = 2
@@ -44,20 +44,6 @@ class JsrrProblem:
     vocab: int = 2048
     length: int = 128
     rows: int = 8
-
-    def __post_init__(self) -> None:
-        if self.width % 64 and self.width > 64:
-            raise ValueError(f"--width {self.width} must be a multiple of 64, the width of an attention head")
-
-    def model(self) -> LoopLMForCausalLM:
-        """A new model of these sizes in training mode, the same at every call."""
-        config = LoopLMConfig(
-            vocab_size=self.vocab, hidden_size=self.width, intermediate_size=8 * self.width // 3, loops=self.loops,
-            core_layers=self.layers, num_attention_heads=max(1, self.width // 64), rope_theta=1e4,
-            max_position_embeddings=self.length,
-        )  # fmt: skip
-        torch.manual_seed(0)
-        return LoopLMForCausalLM(config).train()
 
 
 @dataclass(frozen=True, kw_only=True)

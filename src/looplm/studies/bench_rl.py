@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from looplm.analysis.allocations import peak_bytes
-from looplm.models import LoopLMConfig, LoopLMForCausalLM
 from looplm.objectives import PolicyGradient
 from looplm.objectives.loop_weights import ExitWeights, LastLoopWeight, LoopWeights, UniformWeights
 from looplm.rl.module import PolicyModule
+from looplm.studies.step_problem import StepProblem
 from looplm.studies.timing import seconds_in_turn
 
 WEIGHTS: dict[str, LoopWeights] = {
@@ -20,8 +20,8 @@ WEIGHTS: dict[str, LoopWeights] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class RLProblem:
-    """Sizes: `layers` shared layers looped `loops` times on `rows` completions of `length` tokens, prompt included."""
+class RLProblem(StepProblem):
+    """Sizes of the benchmark; a row is a completion with its prompt."""
 
     width: int = 512
     layers: int = 8
@@ -31,20 +31,9 @@ class RLProblem:
     rows: int = 4
 
     def __post_init__(self) -> None:
-        if self.width % 64 and self.width > 64:
-            raise ValueError(f"--width {self.width} must be a multiple of 64, the width of an attention head")
+        super().__post_init__()
         if self.length < 4:
             raise ValueError(f"--length {self.length} leaves no room for prompt and completion; take 4 or more")
-
-    def model(self) -> LoopLMForCausalLM:
-        """A new model of these sizes in training mode, the same at every call."""
-        config = LoopLMConfig(
-            vocab_size=self.vocab, hidden_size=self.width, intermediate_size=8 * self.width // 3, loops=self.loops,
-            core_layers=self.layers, num_attention_heads=max(1, self.width // 64), rope_theta=1e4, exit_gate=True,
-            max_position_embeddings=self.length,
-        )  # fmt: skip
-        torch.manual_seed(0)
-        return LoopLMForCausalLM(config).train()
 
     def batch(self) -> dict[str, Tensor]:
         """Random completions: a quarter of every row is its prompt."""
