@@ -62,6 +62,11 @@ def test_there_is_no_utils_room():
     assert not [file for file in FILES if "utils" in file.parts or file.stem == "utils"]
 
 
+def test_no_two_test_files_share_a_name():
+    names = [file.name for file in (ROOT / "tests").rglob("*.py") if file.name != "__init__.py"]
+    assert not {name for name in names if names.count(name) > 1}, "pytest imports test files by their bare names"
+
+
 # Third parties that only some runs need, and that take seconds to import.
 OPTIONAL = {"datasets", "numba", "peft", "reasoning_gym", "torchao.quantization.quant_api"}
 
