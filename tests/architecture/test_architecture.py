@@ -68,7 +68,10 @@ def test_no_two_test_files_share_a_name():
 
 
 # Third parties that only some runs need, and that take seconds to import.
-OPTIONAL = {"datasets", "numba", "peft", "reasoning_gym", "torchao.quantization.quant_api"}
+OPTIONAL = {
+    "datasets", "numba", "peft", "reasoning_gym", "torchao.optim", "torchao.optim.subclass_8bit",
+    "torchao.quantization.quant_api",
+}  # fmt: skip
 
 
 def imported(node):

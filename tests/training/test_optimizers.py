@@ -15,6 +15,7 @@ from torch.optim import AdamW, Muon
 
 from conftest import random_ids, tiny_model
 from looplm.training.adam import StableAdamW
+from looplm.training.eight_bit import eight_bit_adamw, plain_parts, whole_entries
 from looplm.training.optimizers import AdamWSettings, MuonSettings, OptimizerSettings, build_optimizers, check_groups
 
 SHAPES = {
@@ -114,6 +115,31 @@ def test_adapters_are_adams_and_decay():
         build_optimizers(model, MuonSettings(), lambda name: ".lora_" in name)
     with pytest.raises(ValueError, match="trains no parameter"):
         build_optimizers(model, AdamWSettings(), lambda name: False)
+
+
+def test_eight_bit_moments_step_like_adamw_in_a_quarter_of_the_bytes():
+    torch.manual_seed(0)
+    ours, plain = nn.Linear(64, 128, bias=False), nn.Linear(64, 128, bias=False)
+    plain.load_state_dict(ours.state_dict())
+    groups = [{"params": list(ours.parameters()), "lr": 0.01, "weight_decay": 0.1}]
+    eight = eight_bit_adamw(groups, lr=0.01, betas=(0.9, 0.99), eps=1e-8)
+    whole = AdamW(plain.parameters(), lr=0.01, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    for step in range(5):
+        ours.weight.grad = torch.randn(128, 64)
+        plain.weight.grad = ours.weight.grad.clone()
+        eight.step()
+        whole.step()
+        # The first step reads the moments before they are rounded.
+        assert torch.allclose(ours.weight, plain.weight, atol=1e-6 if step == 0 else 2e-3)
+    parts = {}
+    for name, value in eight.state[ours.weight].items():
+        parts |= plain_parts(name, value)
+    assert sum(part.nbytes for part in parts.values()) < 0.3 * 2 * plain.weight.nbytes
+    again = whole_entries(parts, torch.float32)
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert again[name].dequantize().equal(eight.state[ours.weight][name].dequantize())
+    with pytest.raises(ValueError, match="bits=32"):
+        AdamWSettings(bits=8, eps=0.0)
 
 
 def test_a_left_out_a_doubled_and_a_strange_parameter_are_named():

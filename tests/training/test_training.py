@@ -348,6 +348,7 @@ SETTINGS = {
     "warm term": ["stability={form: {kind: finite_difference, warm: true}, weight: 0.1}"],
     "muon": ["optimizer={kind: muon, lr: 0.01, adam: {lr: 0.01}}"],
     "no epsilon": ["optimizer={kind: adamw, eps: 0.0, update_clipping: true, gate_lr: 0.1}"],
+    "eight bits": ["optimizer={kind: adamw, bits: 8}", "model.intermediate_size=256"],
     "curriculum": [
         "depth={kind: poisson, mean: 3.0, high: 6, grad_loops: 2, grad_low: 1, growth: {steps: 4, grad: true}}"
     ],

@@ -26,6 +26,7 @@ from looplm.models import LoopLMForCausalLM, save
 from looplm.training.adapters import Lora, gathered_adapter, plain_model, save_adapter
 from looplm.training.averaging import Ema
 from looplm.training.distribution import World
+from looplm.training.eight_bit import plain_parts, whole_entries
 from looplm.training.module import TrainedModule
 
 _PARTIAL, _OLD = ".partial", ".old"
@@ -217,19 +218,23 @@ def _put_back(state: Mapping[str, Tensor], live: Live, parameters: Mapping[str, 
     owner = {
         id(p): optimizer for optimizer in live.optimizers for group in optimizer.param_groups for p in group["params"]
     }
+    moments: dict[str, dict[str, Tensor]] = {}
     averages: dict[str, Tensor] = {}
     direction: dict[str, Tensor] = {}
     for key, tensor in state.items():
         place, _, name = key.partition("/")
         if place == "optimizer":
-            parameter, _, entry = name.rpartition("/")
-            owner[id(parameters[parameter])].state[parameters[parameter]][entry] = tensor
+            owned, _, entry = name.rpartition("/")
+            moments.setdefault(owned, {})[entry] = tensor
         elif place == "ema":
             averages[name] = tensor
         elif place == "stability":
             direction[name] = tensor
         elif place == "beside":
             parameters[name].data.copy_(tensor)
+    for name, entries in moments.items():
+        parameter = parameters[name]
+        owner[id(parameter)].state[parameter] = whole_entries(entries, parameter.dtype)
     if live.ema is not None:
         live.ema.load_state_dict(averages)
     if live.module.stability is not None:
@@ -243,9 +248,10 @@ def _tensors(live: Live, world: World) -> dict[str, Tensor]:
     assert named >= {id(parameter) for parameter in live.trained()}, "the model shows other weights than are trained"
     states = {parameter: entries for optimizer in live.optimizers for parameter, entries in optimizer.state.items()}
     tensors = {
-        f"optimizer/{name}/{entry}": torch.as_tensor(value)
+        key: part
         for name, parameter in parameters.items()
         for entry, value in states.get(parameter, {}).items()
+        for key, part in plain_parts(f"optimizer/{name}/{entry}", torch.as_tensor(value)).items()
     } | {f"beside/{name}": parameter.detach() for name, parameter in live.module.beside().items()}
     if live.ema is not None:
         tensors |= {f"ema/{name}": tensor for name, tensor in live.ema.state_dict().items()}

@@ -117,7 +117,11 @@ def set_rates(live: Live, factor: float) -> float:
     """Every group's rate at this point of the schedule."""
     for optimizer in live.optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group["base_lr"] * factor
+            rate = group["base_lr"] * factor
+            if isinstance(group["lr"], Tensor):  # what a compiled step reads
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
     return factor
 
 

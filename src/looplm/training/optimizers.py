@@ -10,6 +10,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 from looplm.training.adam import StableAdamW
 from looplm.training.adapters import is_adapter
+from looplm.training.eight_bit import eight_bit_adamw
 
 Role = Literal["matrices", "tables", "vectors", "gate"]
 _GATE = "model.exit_gate."
@@ -23,6 +24,7 @@ class AdamWSettings:
     eps: 0 is Adam without epsilon (Huginn, arXiv 2502.05171).
     gate_lr: the exit gate's own rate; `lr` by default.
     update_clipping: see `StableAdamW`.
+    bits: 8 holds the moments in 8 bits (see `eight_bit_adamw`); not under FSDP.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "allow_inf_nan": False}  # for recipes
@@ -34,6 +36,7 @@ class AdamWSettings:
     weight_decay: float = 0.1
     gate_lr: float | None = None
     update_clipping: bool = False
+    bits: Literal[8, 32] = 32
 
     def __post_init__(self) -> None:
         _refuse_rates(self.lr, self.weight_decay)
@@ -43,6 +46,8 @@ class AdamWSettings:
             raise ValueError(f"betas={list(self.betas)} must lie between 0 and 1, 1 excluded")
         if self.eps < 0:
             raise ValueError(f"eps={self.eps} must not be negative; 0 is Adam without epsilon")
+        if self.bits == 8 and (self.eps == 0 or self.update_clipping):
+            raise ValueError("bits=8 goes with eps above 0 and without update_clipping; take bits=32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +65,11 @@ class MuonSettings:
     momentum: float = 0.95
     weight_decay: float = 0.1
     adam: AdamWSettings = field(default_factory=lambda: AdamWSettings(lr=5e-5))
+
+    @property
+    def bits(self) -> int:
+        """Of the moments, the fewest that any parameter has."""
+        return self.adam.bits
 
     def __post_init__(self) -> None:
         _refuse_rates(self.lr, self.weight_decay)
@@ -126,6 +136,8 @@ def _adam(roles: dict[Role, list[Tensor]], settings: AdamWSettings) -> Optimizer
         if parameters
     ]
     common: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
+    if settings.bits == 8:
+        return eight_bit_adamw(groups, **common)
     if settings.eps == 0 or settings.update_clipping:
         return StableAdamW(groups, update_clipping=settings.update_clipping, **common)
     return AdamW(groups, **common)

@@ -114,6 +114,8 @@ class Recipe(RunSettings):
             self._refuse_for_new_models()
         elif self.tokenizer is not None:
             raise ValueError("init_from brings its own tokenizer; leave tokenizer out")
+        if self.optimizer.bits == 8 and self.parallel == "fsdp":
+            raise ValueError("optimizer.bits=8 cannot be saved from FSDP's shards; take parallel: ddp")
         if self.stability is not None:
             self.stability.check_objective(self.objective)
             if self.parallel == "fsdp" and self.stability.form.kind in ("jacobian_vector", "vector_jacobian"):
