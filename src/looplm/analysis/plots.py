@@ -97,7 +97,7 @@ def curves(
 ) -> Figure:  # fmt: skip
     """One line a name: the mean over its seeds' points (x, y), all at the same x, in a band from lowest to highest.
 
-    The legend stands beside the axes where there are more than four lines; past the colours they are dashed.
+    The legend stands beside the axes where there are more than two lines; past the colours they are dashed.
     """
     figure, axes = _figure(xlabel, ylabel)
     for number, (name, seeds) in enumerate(lines.items()):
@@ -114,7 +114,7 @@ def curves(
             axes.minorticks_off()
     if log_y:
         axes.set_yscale("log")
-    if len(lines) > 4:
+    if len(lines) > 2:
         figure.set_size_inches(*_WIDE)
         figure.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize=9, loc="outside right upper")
     elif len(lines) > 1:
