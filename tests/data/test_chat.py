@@ -167,6 +167,8 @@ def test_files_of_every_kind_read_alike(tmp_path):
     (tmp_path / "p.jsonl").write_text(json.dumps(pairs[0]))
     (talk,) = read_conversations(tmp_path / "p.jsonl", prompt="q", answer="a")
     assert talk.turns == (Turn("user", "two?"), Turn("assistant", "four"))
+    (talk,) = read_conversations(tmp_path / "p.jsonl", prompt="q", answer="a", instruction="Add.")
+    assert talk.turns == (Turn("user", "Add.\n\ntwo?"), Turn("assistant", "four"))
     sharegpt = {"conversations": [{"from": "human", "value": "two?"}, {"from": "gpt", "value": "four"}]}
     (tmp_path / "s.jsonl").write_text(json.dumps(sharegpt))
     (talk,) = read_conversations(tmp_path / "s.jsonl", messages="conversations")

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 from looplm.cli.main import app
 from looplm.objectives.loop_weights import ExitWeights, LastLoopWeight
 from looplm.rl.recipe import BUILT_IN, load_rl_recipe
-from looplm.training.recipe import built_in_recipes
+from looplm.training.recipe import built_in_recipes, load_recipe
 
 
 def test_every_built_in_recipe_loads():
@@ -29,6 +29,15 @@ def test_rltt_has_the_papers_numbers():
     grpo = load_rl_recipe("grpo_ouro")
     assert grpo.objective.loop_weights == LastLoopWeight()
     assert (grpo.sampling, grpo.optimizer, grpo.steps) == (sampling, recipe.optimizer, recipe.steps)
+    assert recipe.optimizer.bits == 8
+
+
+def test_the_sft_arm_asks_the_same_problems_in_the_same_words():
+    sft, rltt = load_recipe("rltt_ouro_sft"), load_rl_recipe("rltt_ouro")
+    source, environment = sft.data.sources["math"], rltt.environment
+    assert (source.path, source.prompt, source.answer) == (environment.path, environment.problem, environment.solution)
+    assert (source.instruction, sft.init_from) == (environment.instruction, rltt.init_from)
+    assert (sft.steps, sft.optimizer, sft.schedule) == (rltt.steps, rltt.optimizer, rltt.schedule)
 
 
 def test_the_verb_runs_a_recipe_and_names_mistakes(tmp_path):

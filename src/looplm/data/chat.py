@@ -33,12 +33,13 @@ class Conversation(NamedTuple):
 
 
 def read_conversations(
-    path: str | Path, messages: str = "messages", prompt: str | None = None, answer: str | None = None
-) -> Iterator[Conversation]:
+    path: str | Path, messages: str = "messages", prompt: str | None = None, answer: str | None = None,
+    instruction: str | None = None,
+) -> Iterator[Conversation]:  # fmt: skip
     """The conversations of a .jsonl, .parquet or .arrow file, a folder of them, or "hub:owner/name".
 
     A record has a list of turns under `messages`, each with role and content (or from and value); or a question and its
-    answer under the fields `prompt` and `answer`.
+    answer under the fields `prompt` and `answer`, the question with `instruction` and an empty line before it.
 
     Raises:
         ValueError: for a record without these, named by file and line; or if there is no record.
@@ -48,6 +49,8 @@ def read_conversations(
         if prompt is not None and answer is not None:
             pair = ((role, value_of(record, field)) for role, field in (("user", prompt), ("assistant", answer)))
             turns = [_turn(record, {"role": role, "content": content}) for role, content in pair]
+            if instruction is not None:
+                turns[0] = turns[0]._replace(content=f"{instruction}\n\n{turns[0].content}")
         else:
             found = value_of(record, messages)
             if not isinstance(found, Sequence) or isinstance(found, str):

@@ -45,8 +45,9 @@ class ShardSource(_Source):
 class ChatSource(_Source):
     """Conversations in ChatML, the assistant's turns alone being targets, packed into rows.
 
-    Records have `messages` of role and content; `prompt` and `answer` name two fields instead. A conversation longer
-    than a row is dropped, truncated (both are counted in the log), or an error.
+    Records have `messages` of role and content; `prompt` and `answer` name two fields instead, and `instruction` is put
+    before each prompt, with an empty line between. A conversation longer than a row is dropped, truncated (both are
+    counted in the log), or an error.
     """
 
     kind: Literal["chat"] = "chat"
@@ -54,6 +55,7 @@ class ChatSource(_Source):
     messages: str = "messages"
     prompt: str | None = None
     answer: str | None = None
+    instruction: str | None = None
     too_long: Literal["drop", "truncate", "error"] = "drop"
     held_out: Fraction = 0.05
     held_out_rows: PositiveInt = 64
@@ -61,6 +63,8 @@ class ChatSource(_Source):
     def __post_init__(self) -> None:
         if (self.prompt is None) != (self.answer is None):
             raise ValueError("name both prompt and answer, or neither")
+        if self.instruction is not None and self.prompt is None:
+            raise ValueError("instruction stands before a prompt; name the fields prompt and answer, too")
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

@@ -146,6 +146,8 @@ def _open(source: Source, length: int, seed: int, tokenizer: PreTrainedTokenizer
         held_out = None if source.held_out is None else TokenShards(source.held_out, tokenizer)
         return TextWindows(TokenShards(source.path, tokenizer), held_out, length, seed, source.held_out_rows)
     if isinstance(source, ChatSource):
-        conversations = read_conversations(source.path, source.messages, source.prompt, source.answer)
+        conversations = read_conversations(
+            source.path, source.messages, source.prompt, source.answer, source.instruction
+        )
         return ChatRows(conversations, tokenizer, length, seed, source.too_long, source.held_out, source.held_out_rows)
     return TaskRows(source, length, seed, tokenizer)
