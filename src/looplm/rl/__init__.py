@@ -7,9 +7,9 @@ from looplm.rl.environments import (
     MathEnvironment,
     TaskEnvironment,
 )
-from looplm.rl.math_answers import GradeCounts, MathGrader
 from looplm.rl.questions import Question
 from looplm.rl.reward_functions import as_dataset, as_reward_function
+from looplm.tasks.math_answers import GradeCounts, MathGrader
 
 __all__ = [
     "Environment",

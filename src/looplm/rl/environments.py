@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from looplm.data.files import Record
-from looplm.rl.math_answers import MathGrader
 from looplm.rl.questions import Question, QuestionFile, Split, asked, prompt_of, read_questions, text_of
 from looplm.rl.reward_functions import (
     RESERVED,
@@ -21,6 +20,7 @@ from looplm.rl.reward_functions import (
 )
 from looplm.tasks import Example, RunningSum, Task
 from looplm.tasks.answers import last_boxed, last_tagged
+from looplm.tasks.math_answers import MathGrader
 
 _FOR_RECIPES = {"extra": "forbid", "allow_inf_nan": False}
 _BOX = r"Reason step by step. Write the final answer inside \boxed{} and stop right after it."

@@ -9,8 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from looplm.analysis.origin import Origin, origin
 from looplm.analysis.plots import as_svg
-from looplm.studies.records import Origin, mean_and_range, origin, write_result
+from looplm.studies.records import mean_and_range, write_result
 from looplm.studies.runner import run_jobs
 from looplm.studies.study import Outcome, Results, Scale, Study, Verdict
 

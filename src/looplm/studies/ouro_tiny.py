@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from looplm.analysis.origin import origin
 from looplm.data.tokenizer import load_tokenizer
 from looplm.models import LoopLMForCausalLM, load
 from looplm.models.convert.duplicate import duplicate_core
@@ -15,7 +16,7 @@ from looplm.models.exits import exit_loops, exit_pdf
 from looplm.objectives.targets import Batch, loop_losses, next_token_targets
 from looplm.studies.ouro_tiny_report import write_ouro_tiny_report
 from looplm.studies.python_text import write_code, write_conversations
-from looplm.studies.records import origin, write_result
+from looplm.studies.records import write_result
 from looplm.training import Recipe, load_recipe, train
 from looplm.training.data_recipe import TextSource
 from looplm.training.evaluate import held_out_losses, losses_by_loop

@@ -1,41 +1,13 @@
-"""Recorded results: the numbers of a study with the command, date and machine that made them."""
+"""Recorded results: the numbers of a study with where they come from, and a run's log."""
 
 import json
 import math
-import os
-import platform
-import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
-
-@dataclass(frozen=True, kw_only=True)
-class Origin:
-    """Where a result comes from."""
-
-    command: str
-    date: str
-    commit: str
-    machine: str
-    torch: str
-
-
-def origin(command: str) -> Origin:
-    """The origin of a result that is made now by `command`."""
-    return Origin(
-        command=command,
-        date=datetime.now(UTC).date().isoformat(),
-        commit=_commit(),
-        machine=f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, no GPU"
-        if not torch.cuda.is_available()
-        else torch.cuda.get_device_name(),
-        torch=torch.__version__,
-    )
+from looplm.analysis.origin import Origin
 
 
 def read_log(run: Path) -> list[dict[str, Any]]:
@@ -55,8 +27,3 @@ def write_result(folder: Path, name: str, made_by: Origin, values: Any) -> Path:
 def mean_and_range(values: Sequence[float]) -> dict[str, float]:
     """The mean over seeds with the lowest and highest."""
     return {"mean": sum(values) / len(values), "low": min(values), "high": max(values)}
-
-
-def _commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from looplm.rl import GradeCounts, MathGrader
-from looplm.rl.math_answers import _SCRIPT
+from looplm.tasks.math_answers import _SCRIPT
 
 SOURCE = _SCRIPT.parents[2]
 LIMIT = 2.0
@@ -153,7 +153,7 @@ import sys, threading, types
 for name in ("looplm", "looplm.rl", "looplm.tasks"):  # the packages without what else they import, which takes seconds
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = ["/".join([{str(SOURCE)!r}, *name.split(".")])]
-from looplm.rl.math_answers import MathGrader
+from looplm.tasks.math_answers import MathGrader
 grader = MathGrader(workers=2, limit=1.0)
 threading.Thread(target=grader.grade, args=(["5"], ["{TOWER}"]), daemon=True).start()
 print(grader.grade(["1/2"], ["0.5"]), *(worker._process.pid for worker in grader._workers))
@@ -215,6 +215,6 @@ def test_a_missing_math_verify_is_named(monkeypatch):
 def test_processes_that_do_not_start_are_an_error_of_one_line(monkeypatch, tmp_path):
     broken = tmp_path / "worker.py"
     broken.write_text("raise SystemExit(1)")
-    monkeypatch.setattr("looplm.rl.math_answers._SCRIPT", broken)
+    monkeypatch.setattr("looplm.tasks.math_answers._SCRIPT", broken)
     with MathGrader(workers=1) as grader, pytest.raises(ValueError, match="does not start"):
         grader.grade(["1"], ["1"])
