@@ -112,8 +112,8 @@ def test_a_missing_config_key_is_named(folder, key):
 def test_folders_that_are_no_checkpoints(folder, tmp_path):
     with pytest.raises(ValueError, match="neither a folder nor a hub id"):
         looplm.load(tmp_path / "nowhere")
-    change_config(folder, model_type="llama")
-    with pytest.raises(ValueError, match="model_type='llama'"):
+    change_config(folder, model_type="gpt2")
+    with pytest.raises(ValueError, match="model_type='gpt2'"):
         looplm.load(folder)
     (folder / "config.json").write_text("{")
     with pytest.raises(ValueError, match="not valid JSON"):

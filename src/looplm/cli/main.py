@@ -225,7 +225,9 @@ def info(
 def export(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint, a run folder or a hub id.")],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
-    layout: Annotated[Literal["looplm", "ouro", "huginn_raven"], typer.Option(help="Whose layout to write.")] = "ouro",
+    layout: Annotated[
+        Literal["looplm", "ouro", "huginn_raven", "llama"], typer.Option(help="Whose layout to write.")
+    ] = "ouro",
 ) -> None:
     """Write a checkpoint in another layout, tensors unchanged."""
     from looplm.cli.export import export_checkpoint

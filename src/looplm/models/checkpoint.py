@@ -15,7 +15,7 @@ from looplm.models.config import LoopLMConfig
 from looplm.models.int8 import check_savable
 from looplm.models.reading import HEAD, LAYOUTS, NATIVE, find_folder, read_layout, read_tensors, tensor_table
 
-LayoutName = Literal["looplm", "ouro", "huginn_raven"]
+LayoutName = Literal["looplm", "ouro", "huginn_raven", "llama"]
 
 
 def load(path_or_id: str | Path, dtype: str | torch.dtype = "float32", device: str = "cpu") -> LoopLMForCausalLM:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from looplm.models.compat.huginn import HUGINN
 from looplm.models.compat.layout import Layout, TensorTable
+from looplm.models.compat.llama import LLAMA
 from looplm.models.compat.ouro import OURO
 from looplm.models.config import LoopLMConfig
 
@@ -24,7 +25,7 @@ NATIVE = Layout(
     read_config=lambda values: LoopLMConfig(**values),
     write_config=lambda config: config.to_diff_dict(),
 )
-FOREIGN = {layout.model_type: layout for layout in (OURO, HUGINN)}
+FOREIGN = {layout.model_type: layout for layout in (OURO, HUGINN, LLAMA)}
 LAYOUTS = {NATIVE.model_type: NATIVE} | FOREIGN
 
 

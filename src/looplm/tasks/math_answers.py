@@ -52,7 +52,9 @@ class MathGrader:
         if workers < 1 or not limit > 0:
             raise ValueError(f"marking needs at least one worker and a limit above 0, got {workers} and {limit}")
         if importlib.util.find_spec("math_verify") is None:
-            raise ValueError("math answers are marked with math-verify, which is not installed; pip install 'looplm[eval]'")
+            raise ValueError(
+                "math answers are marked with math-verify, which is not installed; pip install 'looplm[eval]'"
+            )
         self._workers = [_Worker(limit) for _ in range(workers)]
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
         for worker in self._workers:

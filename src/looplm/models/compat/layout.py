@@ -60,3 +60,17 @@ def check_parts(family: str, config: LoopLMConfig, parts: dict[str, Any]) -> Non
     for part, value in parts.items():
         if getattr(config, part) != value:
             raise ValueError(f"{family}'s layout cannot hold {part}={getattr(config, part)!r}; it needs {value!r}")
+
+
+def rope_theta(family: str, values: dict[str, Any]) -> float:
+    """The base of plain rotary positions, under the older key or the newer one; scaled ones are refused."""
+    rope = values.get("rope_parameters") or {}
+    plain = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0}
+    if any(value != plain.get(key) for key, value in rope.items() if key != "rope_theta"):
+        raise ValueError(f"the {family} config has rope_parameters={rope!r}, which is not supported")
+    thetas = {source["rope_theta"] for source in (values, rope) if source.get("rope_theta") is not None}
+    if not thetas:
+        raise ValueError(f"the {family} config lacks 'rope_theta'")
+    if len(thetas) > 1:
+        raise ValueError(f"the {family} config gives two values of rope_theta, {min(thetas)} and {max(thetas)}")
+    return float(thetas.pop())

@@ -2,104 +2,22 @@
 
 from typing import Any
 
-from looplm.models.compat.layout import Layout, TensorTable, check_keys, check_parts
+from looplm.models.compat import llama
+from looplm.models.compat.layout import Layout, TensorTable, check_keys, check_parts, rope_theta
 from looplm.models.config import LoopLMConfig
 
-# Ouro's config key -> ours, where the value carries over unchanged.
-_CONFIG_KEYS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_hidden_layers": "core_layers",
-    "num_attention_heads": "num_attention_heads",
-    "num_key_value_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "max_position_embeddings": "max_position_embeddings",
-    "rms_norm_eps": "norm_eps",
-    "initializer_range": "initializer_range",
-    "total_ut_steps": "loops",
-    "tie_word_embeddings": "tie_word_embeddings",
-    "bos_token_id": "bos_token_id",
-    "eos_token_id": "eos_token_id",
-    "pad_token_id": "pad_token_id",
-    "use_cache": "use_cache",
-}
-_REQUIRED = [
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "rms_norm_eps",
-    "total_ut_steps",
-]
-# Keys that would change the computation, with the only values that we compute.
-_FIXED = {
-    "hidden_act": ("silu",),
-    "attention_dropout": (0, 0.0, None),
-    "attention_bias": (False, None),
-    "use_sliding_window": (False, None),
-    "sliding_window": (None,),
-    "rope_scaling": (None,),
-    "early_exit_step": (None,),
-}
-# Keys that do not touch the computation.
-_IGNORED = frozenset(
-    [
-        "model_type",
-        "architectures",
-        "auto_map",
-        "torch_dtype",
-        "dtype",
-        "transformers_version",
-        "max_window_layers",
-        "chunk_size",
-        "_name_or_path",
-        "_attn_implementation",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-    ]
-)
-# The parts of our architecture that make a model Ouro's.
-_PARTS = {
-    "prelude_layers": 0,
-    "coda_layers": 0,
-    "norm": "rms",
-    "norm_placement": "sandwich_branch",
-    "norm_in_loop": True,
-    "injection": "none",
-    "state_init": "embedding",
-    "exit_gate": True,
-    "residual_scale": 1.0,
-    "step_conditioning": False,
-    "state_noise": 0.0,
-    "rope": "split_half",
-    "mlp": "swiglu",
-    "qk_norm": False,
-    "qk_bias": False,
-    "bias": False,
-    "embed_scale": 1.0,
-}
-_LAYER_NAMES = {
-    "attention_norms.pre": "input_layernorm",
+_CONFIG_KEYS = llama.CONFIG_KEYS | {"total_ut_steps": "loops"}
+_REQUIRED = [*llama.REQUIRED, "total_ut_steps"]
+_FIXED = llama.FIXED | {"use_sliding_window": (False, None), "sliding_window": (None,), "early_exit_step": (None,)}
+_IGNORED = llama.IGNORED | {"max_window_layers", "chunk_size"}
+_PARTS: dict[str, Any] = llama.PARTS | {"norm_placement": "sandwich_branch", "exit_gate": True}
+_LAYER_NAMES = llama.LAYER_NAMES | {
     "attention_norms.branch": "input_layernorm_2",
-    "mlp_norms.pre": "post_attention_layernorm",
     "mlp_norms.branch": "post_attention_layernorm_2",
-    "attention.q_proj": "self_attn.q_proj",
-    "attention.k_proj": "self_attn.k_proj",
-    "attention.v_proj": "self_attn.v_proj",
-    "attention.o_proj": "self_attn.o_proj",
-    "mlp.gate_proj": "mlp.gate_proj",
-    "mlp.up_proj": "mlp.up_proj",
-    "mlp.down_proj": "mlp.down_proj",
 }
-_GLOBAL_NAMES = {
-    "model.embed_tokens.weight": "model.embed_tokens.weight",
-    "model.norm.weight": "model.norm.weight",
+_GLOBAL_NAMES = llama.GLOBAL_NAMES | {
     "model.exit_gate.weight": "model.early_exit_gate.weight",
     "model.exit_gate.bias": "model.early_exit_gate.bias",
-    "lm_head.weight": "lm_head.weight",
 }
 
 
@@ -108,12 +26,12 @@ def read_config(values: dict[str, Any]) -> LoopLMConfig:
     if values.get("early_exit_threshold", 1.0) not in (1.0, None):
         threshold = f"early_exit_threshold={values['early_exit_threshold']}"
         raise ValueError(f"{threshold} is not read from a config; set it to 1.0 and ask for exits by q at run time")
-    known = {*_CONFIG_KEYS, *_IGNORED, "early_exit_threshold", "layer_types", "rope_theta", "rope_parameters"}
+    known = {*_CONFIG_KEYS, *_IGNORED, "early_exit_threshold", "layer_types"}
     check_keys("Ouro", values, _REQUIRED, _FIXED, known)
     if set(values.get("layer_types") or ["full_attention"]) != {"full_attention"}:
-        raise ValueError(_refusal("layer_types", values["layer_types"]))
+        raise ValueError(f"the Ouro config has layer_types={values['layer_types']!r}, which is not supported")
     ours = {our: values[key] for key, our in _CONFIG_KEYS.items() if key in values}
-    return LoopLMConfig(**ours, rope_theta=_rope_theta(values), **_PARTS, architectures=["LoopLMForCausalLM"])
+    return LoopLMConfig(**ours, rope_theta=rope_theta("Ouro", values), **_PARTS, architectures=["LoopLMForCausalLM"])
 
 
 def write_config(config: LoopLMConfig) -> dict[str, Any]:
@@ -138,29 +56,7 @@ def write_config(config: LoopLMConfig) -> dict[str, Any]:
 
 def tensors(config: LoopLMConfig) -> TensorTable:
     """Ouro's tensor name -> ours, one to one."""
-    layers = {
-        f"model.layers.{layer}.{theirs}.weight": (f"model.core.{layer}.{ours}.weight",)
-        for layer in range(config.core_layers)
-        for ours, theirs in _LAYER_NAMES.items()
-    }
-    return {theirs: (ours,) for ours, theirs in _GLOBAL_NAMES.items()} | layers
-
-
-def _rope_theta(values: dict[str, Any]) -> float:
-    rope = values.get("rope_parameters") or {}
-    plain = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0}
-    if any(value != plain.get(key) for key, value in rope.items() if key != "rope_theta"):
-        raise ValueError(_refusal("rope_parameters", rope))
-    thetas = {source["rope_theta"] for source in (values, rope) if source.get("rope_theta") is not None}
-    if not thetas:
-        raise ValueError("the Ouro config lacks 'rope_theta'")
-    if len(thetas) > 1:
-        raise ValueError(f"the Ouro config gives two values of rope_theta, {min(thetas)} and {max(thetas)}")
-    return float(thetas.pop())
-
-
-def _refusal(key: str, value: object) -> str:
-    return f"the Ouro config has {key}={value!r}, which is not supported"
+    return llama.named(config, _GLOBAL_NAMES, _LAYER_NAMES)
 
 
 OURO = Layout(model_type="ouro", read_config=read_config, write_config=write_config, tensors=tensors)
