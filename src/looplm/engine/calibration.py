@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from looplm.engine.criteria import CosineConverged, EntropyBelow, LogitsKL, Margin, StateConverged, StepBelow
-from looplm.engine.policies import DepthPolicy, ExitCDF, GateAbove, Seen, first_exits, is_number, is_whole
+from looplm.engine.policies import DepthPolicy, ExitCDF, GateAbove, is_number, is_whole
+from looplm.engine.traced import TracedPlaces
 from looplm.models import LoopLMForCausalLM, Trace
 
 FILE = "depth.json"
@@ -183,44 +184,21 @@ class ReadText:
 
 
 class _Part:
-    """What policies may see of some rows, all loops run; [R] counts their tokens with a successor."""
+    """Some rows with all loops run: the losses [R, T] of their tokens with a successor, and where policies leave."""
 
     def __init__(self, model: LoopLMForCausalLM, rows: Tensor, loops: int) -> None:
-        self.model, self.loops = model, loops
-        self.trace: Trace = model.model(rows, loops=loops, keep_loops="all", use_cache=False)
-        targets = rows[:, 1:].flatten()
-        self.losses = torch.stack(
-            [F.cross_entropy(self._logits(loop)[1].float(), targets, reduction="none") for loop in range(1, loops + 1)],
-            1,
-        )
+        trace: Trace = model.model(rows, loops=loops, keep_loops="all", use_cache=False)
+        places = torch.ones_like(rows, dtype=torch.bool)
+        places[:, -1] = False
+        self._seen, self._targets = TracedPlaces(model, trace, places, loops), rows[:, 1:].flatten()
+        self.losses = torch.stack([self._losses(loop) for loop in range(1, loops + 1)], 1)
 
     def exits(self, policy: DepthPolicy) -> Tensor:
         """The loop [R] at which each token leaves."""
-        policy.check_model(self.model.config, self.loops)
-        steps = self._steps()
-        last = torch.full((len(self.losses),), min(self.loops, policy.deepest(self.loops)))
-        return first_exits(policy, steps, last)
+        return self._seen.exits(policy)
 
-    def _steps(self) -> Iterator[Seen]:
-        before = self.model.model.init_state(self.trace.inputs, self.trace.context)
-        for loop in range(1, self.loops + 1):
-            after = self.trace.states[loop]
-            gates = self.trace.gate_logits
-            yield Seen(
-                loop=torch.full((len(self.losses),), loop), before=_flat(before), after=_flat(after),
-                gate=None if gates is None else gates[:, :-1, loop - 1].flatten(),
-                read=lambda loop=loop: self._logits(loop), head=self.model.lm_head.weight, config=self.model.config,
-                loops=self.loops,
-            )  # fmt: skip
-            before = after
-
-    def _logits(self, loop: int) -> tuple[Tensor, Tensor]:
-        hidden = _flat(self.model.hidden_at(self.trace, loop))
-        return hidden, self.model.lm_head(hidden)
-
-
-def _flat(states: Tensor) -> Tensor:
-    return states[:, :-1].flatten(0, 1)
+    def _losses(self, loop: int) -> Tensor:
+        return F.cross_entropy(self._seen.logits(loop)[1].float(), self._targets, reduction="none")
 
 
 def _check_family(family: str) -> None:
