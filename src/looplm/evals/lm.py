@@ -1,0 +1,260 @@
+"""looplm as a model of lm-eval: every request at a depth, and many depths from one forward."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from transformers import PreTrainedTokenizerBase
+
+from looplm.data.tokenizer import encode, load_tokenizer
+from looplm.engine import Engine, SamplingParams
+from looplm.evals.depths import Depth, exit_depth, fixed_depths
+from looplm.evals.memo import Memo
+from looplm.evals.scoring import Pair, likelihoods
+from looplm.models import LoopLMForCausalLM, load
+from looplm.training.opening import latest_checkpoint
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """A model with all that decides its answers beside the depth.
+
+    depths: those that one forward is read at · kv: how loops share keys in generation (prefill is always full)
+    add_bos: whether texts begin with the start token; by default as the tokenizer does. Never twice.
+    max_length: tokens of context and continuation, what is longer loses its beginning · max_gen_toks: by default
+    seed: of sampling.
+    """
+
+    model: LoopLMForCausalLM
+    tokenizer: PreTrainedTokenizerBase
+    depths: Sequence[Depth]
+    kv: str = "full"
+    batch_size: int = 8
+    max_length: int = 2048
+    max_gen_toks: int = 256
+    add_bos: bool | None = None
+    seed: int = 0
+    memo: Memo = field(default_factory=Memo)
+
+    @property
+    def prefix(self) -> int:
+        """The token that stands before a text with no context: the start token, else the end token.
+
+        Raises:
+            ValueError: if the tokenizer has neither.
+        """
+        found = self.tokenizer.bos_token_id
+        found = self.tokenizer.eos_token_id if found is None else found
+        if found is None:
+            raise ValueError("the tokenizer has neither a start nor an end token; a text without context needs one")
+        return found
+
+    @property
+    def begins(self) -> bool:
+        """Whether a text gets a start token."""
+        if self.add_bos is not None:
+            return self.add_bos
+        start = self.tokenizer.bos_token_id
+        return start is not None and self.tokenizer("")["input_ids"][:1] == [start]
+
+    def encode(self, text: str, begins: bool | None = None) -> list[int]:
+        """Token ids of `text`, with one start token where `begins` (`self.begins`) says so, also if it holds it."""
+        (tokens,) = encode(self.tokenizer, [text])
+        wanted = self.begins if begins is None else begins
+        return [self.prefix, *tokens] if wanted and tokens[:1] != [self.prefix] else tokens
+
+    def likelihoods(self, pairs: Sequence[Pair]) -> list[list[dict[str, Any]]]:
+        """As `looplm.evals.scoring.likelihoods`; what was asked before is remembered."""
+
+        def ask(some: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+            told = likelihoods(
+                self.model, [Pair(**one) for one in some], self.depths, self.batch_size, self.max_length
+            )  # fmt: skip
+            return [[asdict(one) for one in row] for row in told]
+
+        return self.memo.answers([depth.name for depth in self.depths], [asdict(pair) for pair in pairs], ask)
+
+    def completions(self, depth: Depth, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Completions of {"prompt", "params", "turn"} at `depth`: text, tokens made, mean loops, and why they ended.
+
+        `turn` counts equal requests, each of which draws anew.
+        """
+        longest = max((request["params"]["max_tokens"] for request in requests), default=1)
+        if longest >= self.max_length:
+            raise ValueError(f"{longest} tokens to generate leave no room in max_length={self.max_length}; lower them")
+
+        def ask(some: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+            engine = Engine(
+                self.model, self.tokenizer, depth=depth.policy, kv=self.kv, loops=depth.loops,
+                max_rows=self.batch_size, max_length=self.max_length, kv_bytes=2**40,
+            )  # fmt: skip
+            prompts = [request["prompt"][-(self.max_length - request["params"]["max_tokens"]) :] for request in some]
+            params = [SamplingParams(**request["params"], seed=self.seed + request["turn"]) for request in some]
+            return [[_completion(done)] for done in engine.generate(prompts, params)]
+
+        return [row[0] for row in self.memo.answers([f"{depth.name} kv={self.kv}"], requests, ask)]
+
+
+@register_model("looplm")
+class LoopLM(TemplateLM):
+    """`lm_eval --model looplm --model_args pretrained=PATH,loops=2`, once `looplm.evals.lm` is imported.
+
+    Args:
+        pretrained: a checkpoint, run folder or hub id, or a `Reader` that several depths share · loops, exit: the depth
+            ("q=0.5"); the model's own loops by default · tokenizer: another folder's; the others are `Reader`'s.
+    """
+
+    def __init__(
+        self, pretrained: str | Path | Reader, loops: int | None = None, exit: str | None = None,
+        kv: str = "full", batch_size: int | str = 8, max_length: int | None = None, max_gen_toks: int = 256,
+        add_bos: bool | None = None, dtype: str = "float32", device: str = "cpu", tokenizer: str | None = None,
+        seed: int = 0, max_batch_size: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.backend = "causal"
+        if isinstance(pretrained, Reader):
+            self.reader, (self.depth, *_) = pretrained, pretrained.depths
+            return
+        folder = latest_checkpoint(pretrained)
+        model = load(folder, dtype=dtype, device=device)
+        self.depth = _depth(model, loops, exit)
+        self.reader = Reader(
+            model=model, tokenizer=load_tokenizer(folder if tokenizer is None else Path(tokenizer)),
+            depths=(self.depth,), kv=kv, batch_size=8 if batch_size == "auto" else int(batch_size),
+            max_length=max_length or model.config.max_position_embeddings, max_gen_toks=max_gen_toks,
+            add_bos=add_bos, seed=seed,
+        )  # fmt: skip
+
+    def at(self, depth: Depth) -> "LoopLM":
+        """The same reader's answers at another of its depths."""
+        other = LoopLM(self.reader)
+        other.depth = depth
+        return other
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The reader's."""
+        return self.reader.tokenizer
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What lm-eval tells requests under different chat templates apart by."""
+        return str(self.reader.tokenizer.name_or_path).replace("/", "__")
+
+    @property
+    def eot_token_id(self) -> int:
+        """The end token, and the start token where there is none."""
+        end = self.reader.tokenizer.eos_token_id
+        return self.reader.prefix if end is None else end
+
+    @property
+    def prefix_token_id(self) -> int:
+        """See `Reader.prefix`."""
+        return self.reader.prefix
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Token ids; with exactly one start token, or none."""
+        return self.reader.encode(string, add_special_tokens)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The turns as the tokenizer's own template writes them; a prefix of the answer may be the last turn.
+
+        Raises:
+            ValueError: if the tokenizer has no chat template.
+        """
+        if not self.reader.tokenizer.chat_template:
+            raise ValueError("the tokenizer has no chat template; evaluate without one")
+        write = self.reader.tokenizer.apply_chat_template
+        more = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        return str(write(chat_history, tokenize=False, **more))
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """As in lm-eval; an empty continuation is refused.
+
+        Raises:
+            ValueError: naming the context whose continuation is empty.
+        """
+        for request in requests:
+            context, continuation = request.args
+            if not self.tok_encode(continuation, add_special_tokens=False):
+                raise ValueError(f"the continuation of '{context[-60:]}' is empty; nothing of it can be scored")
+        return super().loglikelihood(requests, disable_tqdm)
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:  # fmt: skip
+        pairs = [Pair(context=tuple(context), continuation=tuple(ids)) for _, context, ids in requests]
+        return [(one["logprob"], one["greedy"]) for one in self._at_depth(pairs)]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of whole texts; the first token follows the prefix token, once a text, and windows of
+        `max_length` are disjoint in what they score."""
+        windows = [self._windows(request.args[0]) for request in requests]
+        told = iter(self._at_depth([pair for some in windows for pair in some]))
+        return [sum(next(told)["logprob"] for _ in some) for some in windows]
+
+    def _windows(self, text: str) -> list[Pair]:
+        prefix, tokens = self.reader.prefix, self.reader.encode(text, begins=False)
+        tokens = tokens[1:] if tokens[:1] == [prefix] else tokens
+        windows = get_rolling_token_windows(tokens, prefix, self.reader.max_length, context_len=1)
+        disjoint = map(make_disjoint_window, windows)
+        return [Pair(context=tuple(context), continuation=tuple(ids)) for context, ids in disjoint]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Completions up to the first stop string, which is left out, or an end token.
+
+        Raises:
+            ValueError: for a generation setting that is not supported, by name.
+        """
+        return [done["text"] for done in self.generated([request.args for request in requests])]
+
+    def generated(self, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+        """The completions of (context, generation settings): text, tokens, mean loops, why they ended."""
+        turns: Counter[str] = Counter()
+        asked = []
+        for context, settings in requests:
+            params = _sampling(settings, self.reader.max_gen_toks)
+            drawn = f"{context}{params}" if params["temperature"] else ""
+            asked.append({"prompt": self.tok_encode(context), "params": params, "turn": turns[drawn]})
+            turns[drawn] += bool(drawn)
+        return self.reader.completions(self.depth, asked)
+
+    def _at_depth(self, pairs: Sequence[Pair]) -> list[dict[str, Any]]:
+        place = [depth.name for depth in self.reader.depths].index(self.depth.name)
+        return [row[place] for row in self.reader.likelihoods(pairs)]
+
+
+def _depth(model: LoopLMForCausalLM, loops: int | None, rule: str | None) -> Depth:
+    if rule is not None:
+        return exit_depth(rule, model.config, loops)
+    (depth,) = fixed_depths([model.config.loops if loops is None else loops])
+    return depth
+
+
+def _sampling(settings: dict[str, Any], max_gen_toks: int) -> dict[str, Any]:
+    """lm-eval's generation settings in the engine's words."""
+    known: dict[str, Any] = dict(normalize_gen_kwargs(settings, max_gen_toks))
+    greedy = not known.pop("do_sample")
+    params = {
+        "max_tokens": known.pop("max_gen_toks"), "stop": [stop for stop in known.pop("until") if stop],
+        **{name: known.pop(name) for name in _SAMPLING if name in known},
+    }  # fmt: skip
+    if known:
+        raise ValueError(f"the generation setting '{min(known)}' is not supported")
+    return params | ({"temperature": 0.0} if greedy else {})
+
+
+def _completion(done: Any) -> dict[str, Any]:
+    if done.error is not None:
+        raise ValueError(f"a completion failed: {done.error}")
+    loops = sum(done.loops) / len(done.loops) if done.loops else None
+    return {"text": done.text or "", "tokens": len(done.token_ids), "loops": loops, "reason": done.finish_reason}
