@@ -5,7 +5,7 @@ import json
 import pytest
 from datasets import Dataset
 
-from looplm.data.chat import ChatRows, Conversation, Turn, chat_document, read_conversations
+from looplm.data.chat import ChatRows, Conversation, Turn, chat_document, prompt_ids, read_conversations
 from looplm.data.text import read_documents
 from looplm.data.tokenizer import CHAT_TOKENS, encode, train_tokenizer
 
@@ -32,6 +32,14 @@ def test_the_rendering_is_chatml(tokenizer):
     assert text == wanted
     messages = [{"role": role, "content": content} for role, content in TALK.turns]
     assert tokenizer.apply_chat_template(messages, tokenize=False) == wanted
+
+
+def test_a_prompt_ends_where_the_answer_begins(tokenizer):
+    turns = [{"role": "user", "content": "two?"}]
+    assert tokenizer.decode(prompt_ids(tokenizer, turns)) == "<|im_start|>user\ntwo?<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt_ids(tokenizer, "two?") == encode(tokenizer, ["two?"])[0]
+    with pytest.raises(ValueError, match="no chat template"):
+        prompt_ids(train_tokenizer(["x"], 257), turns)
 
 
 def test_targets_are_the_assistants_words_and_their_end(tokenizer):

@@ -10,8 +10,8 @@ import reasoning_gym
 from pydantic import Field, TypeAdapter, ValidationError
 
 from looplm.rl import Environment, FunctionEnvironment, GymEnvironment, MathEnvironment, TaskEnvironment
-from looplm.rl.environments import _BOX
 from looplm.tasks import Chain, Compose, RunningSum
+from looplm.tasks.answers import BOX_INSTRUCTION
 
 RECIPE = TypeAdapter(Annotated[Environment, Field(discriminator="kind")])
 SEEDS = range(40)
@@ -89,7 +89,7 @@ def test_problems_as_a_chat_or_as_text(problems):
     chat, text = (MathEnvironment(path=problems, chat=chat).question(3, "train") for chat in (True, False))
     (turn,) = chat.prompt
     assert turn["role"] == "user"
-    assert turn["content"].startswith(f"{_BOX}\n\nWhat is ")
+    assert turn["content"].startswith(f"{BOX_INSTRUCTION}\n\nWhat is ")
     assert text.prompt == turn["content"] + "\n\n"
     assert text.columns == chat.columns
 

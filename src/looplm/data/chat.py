@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from looplm.data.files import Record, check_characters, read_records, value_of
 from looplm.data.packing import Document, DocumentStore, pack, packed_row
@@ -92,6 +92,20 @@ def chat_document(tokenizer: PreTrainedTokenizerFast, conversation: Conversation
     if not any(is_target):
         raise ValueError(f"{conversation.where} has no assistant turn, so no token of it would be learnt")
     return Document(tokens=tokens, is_target=is_target)
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
+    """What a model reads before it answers: text as it is, turns of role and content by the tokenizer's chat template.
+
+    Raises:
+        ValueError: for turns, if the tokenizer has no chat template.
+    """
+    if isinstance(prompt, str):
+        return encode(tokenizer, [prompt])[0]
+    if tokenizer.chat_template is None:
+        raise ValueError("the tokenizer has no chat template for turns; give the prompt as text (chat=False)")
+    turns = [dict(turn) for turn in prompt]
+    return encode(tokenizer, [str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))])[0]
 
 
 class ChatRows:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from looplm.data.tokenizer import encode
+from looplm.data.chat import prompt_ids
 from looplm.rl.advantages import is_dead
 from looplm.rl.batches import Scored
 from looplm.rl.environments import Environment
@@ -90,7 +90,7 @@ class Collector:
         first = (step * (1 + self.recipe.advantages.attempts) + attempt) * self.recipe.sampling.prompts + place
         for skipped in range(_TRIES):
             question = self.environment.question(first + skipped * 2**40, "train")
-            tokens = prompt_tokens(self.tokenizer, question)
+            tokens = prompt_ids(self.tokenizer, question.prompt)
             if len(tokens) <= self.recipe.sampling.max_prompt:
                 return question, tokens, skipped
         raise ValueError(
@@ -139,14 +139,6 @@ class Collector:
     def _counts(self, group: Group, rollout: Rollout) -> bool:
         dropped = group.unmarked or (group.dead and self.recipe.advantages.dead != "keep")
         return not dropped and (rollout.finished or not self.recipe.mask_truncated)
-
-
-def prompt_tokens(tokenizer: PreTrainedTokenizerBase, question: Question) -> list[int]:
-    """A question's token ids: text as it is, messages through the tokenizer's chat template."""
-    if isinstance(question.prompt, str):
-        return encode(tokenizer, [question.prompt])[0]
-    text = tokenizer.apply_chat_template(question.prompt, add_generation_prompt=True, tokenize=False)
-    return encode(tokenizer, [str(text)])[0]
 
 
 def mean_loops(rollout: Rollout) -> float:

@@ -19,11 +19,10 @@ from looplm.rl.reward_functions import (
     weighted_sums,
 )
 from looplm.tasks import Example, RunningSum, Task
-from looplm.tasks.answers import last_boxed, last_tagged
+from looplm.tasks.answers import BOX_INSTRUCTION, last_boxed, last_tagged
 from looplm.tasks.math_answers import MathGrader
 
 _FOR_RECIPES = {"extra": "forbid", "allow_inf_nan": False}
-_BOX = r"Reason step by step. Write the final answer inside \boxed{} and stop right after it."
 _TAG = "Reason step by step. Write the final answer, and it alone, between <answer> and </answer>."
 
 
@@ -80,7 +79,7 @@ class MathEnvironment(_Base):
     problem: str = "problem"
     answer: str | None = "answer"
     solution: str | None = None
-    instruction: str = _BOX
+    instruction: str = BOX_INSTRUCTION
     chat: bool = True
     held_out: float = 0.0
     seed: int = 0
@@ -190,7 +189,7 @@ class GymEnvironment(_Base):
     def question(self, seed: int, split: Split) -> Question:
         """Question number `seed` of the split, round and round; its number in the data set is the column `number`."""
         number = seed % self.held_out if split == "test" else self.held_out + seed % (self.size - self.held_out)
-        instruction = {"box": _BOX, "tag": _TAG, "text": ""}[self.answer]
+        instruction = {"box": BOX_INSTRUCTION, "tag": _TAG, "text": ""}[self.answer]
         text = f"{self._dataset[number]['question']}\n\n{instruction}".strip()
         return Question(prompt=asked(text if self.chat else f"{text}\n\n", self.chat), columns={"number": number})
 

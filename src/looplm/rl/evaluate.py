@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from looplm.data.chat import prompt_ids
 from looplm.engine import Engine, FixedLoops, SamplingParams
 from looplm.models import LoopLMForCausalLM
-from looplm.rl.collect import prompt_tokens
 from looplm.rl.environments import Environment
 from looplm.rl.recipe import RLRecipe, Sampling
 
@@ -31,7 +31,7 @@ def answers(
     Questions longer than `sampling.max_prompt` are left out.
     """
     asked = [environment.question(number, "test") for number in range(questions)]
-    pairs = [(question, prompt_tokens(tokenizer, question)) for question in asked]
+    pairs = [(question, prompt_ids(tokenizer, question.prompt)) for question in asked]
     pairs = [(question, tokens) for question, tokens in pairs if len(tokens) <= sampling.max_prompt]
     engine = Engine(
         model, tokenizer, depth=FixedLoops(loops), loops=loops, max_rows=sampling.max_rows,

@@ -3,6 +3,8 @@
 import re
 from fractions import Fraction
 
+BOX_INSTRUCTION = r"Reason step by step. Write the final answer inside \boxed{} and stop right after it."
+
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # a brace after a backslash is a sign, not a brace
 _UNBRACED = re.compile(r"[^\s$]+")
