@@ -8,10 +8,11 @@ from scripted_solver import Scripted, same_box
 from conftest import tiny_model
 from looplm.data.tokenizer import CHAT_TOKENS, train_tokenizer
 from looplm.engine import Engine, ExitCDF, FixedLoops, SamplingParams
+from looplm.evals.depths import fixed_depths
 from looplm.evals.marking import boxed_letter, boxed_math
 from looplm.evals.prompts import Problem, Prompting, Worked
 from looplm.evals.reasoning import ReasoningTest, accuracy_by_loops, budget_curve, k_shot_saturation, solve
-from looplm.evals.solvers import Attempt, EngineSolver, fixed_depths
+from looplm.evals.solvers import Attempt, EngineSolver
 from looplm.tasks.answers import BOX_INSTRUCTION
 from looplm.tasks.math_answers import MathGrader
 

@@ -34,7 +34,9 @@ def run(
     ] = None,
     kv: Annotated[str, typer.Option(help="How loops share keys and values in generation.")] = "full",
     limit: Annotated[int | None, typer.Option(min=1, help="Items of a task, the first.")] = None,
-    shots: Annotated[int | None, typer.Option(min=0, help="Few-shot examples, instead of the task's own count.")] = None,
+    shots: Annotated[
+        int | None, typer.Option(min=0, help="Few-shot examples, instead of the task's own count.")
+    ] = None,
     chat: Annotated[bool, typer.Option(help="Ask through the tokenizer's chat template.")] = False,
     multiturn: Annotated[bool, typer.Option(help="With --chat: examples as earlier turns.")] = False,
     system: Annotated[str | None, typer.Option(help="With --chat: a system turn.")] = None,
@@ -53,13 +55,12 @@ def run(
 
     if out is not None and out.is_dir():
         raise ValueError(f"--out {out} is a folder; name a file")
-    found = run_evaluation(
-        Settings(
-            model=model, tasks=_names(tasks), loops=_counts(loops), exits=tuple(exits or ()), kv=kv, limit=limit,
-            shots=shots, chat=chat, multiturn=multiturn, system=system, batch_size=batch_size, max_length=max_length,
-            data=data, dtype=dtype, device=device, seed=seed, cache=cache,
-        )  # fmt: skip
-    )
+    asked = Settings(
+        model=model, tasks=_names(tasks), loops=_counts(loops), exits=tuple(exits or ()), kv=kv, limit=limit,
+        shots=shots, chat=chat, multiturn=multiturn, system=system, batch_size=batch_size, max_length=max_length,
+        data=data, dtype=dtype, device=device, seed=seed, cache=cache,
+    )  # fmt: skip
+    found = run_evaluation(asked)
     print_rows(Console(), table(found))
     if out is not None:
         write_evaluation(out, found)

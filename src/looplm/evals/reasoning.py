@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from looplm.engine import DepthPolicy
+from looplm.evals.depths import Depth, fixed_depths
 from looplm.evals.marking import Marker
 from looplm.evals.prompts import Problem, Prompting, Worked, check_problems
 from looplm.evals.results import Evaluation, Item, Score
-from looplm.evals.solvers import Attempt, Solver, fixed_depths
+from looplm.evals.solvers import Attempt, Solver
 from looplm.evals.statistics import over_seeds
 
 RIGHT = "right"
@@ -51,7 +52,7 @@ class ReasoningTest:
 
 
 def solve(
-    solver: Solver, problems: Sequence[Problem], test: ReasoningTest, mark: Marker, depths: Mapping[str, DepthPolicy],
+    solver: Solver, problems: Sequence[Problem], test: ReasoningTest, mark: Marker, depths: Sequence[Depth],
     settings: Mapping[str, Any] | None = None,
 ) -> Evaluation:  # fmt: skip
     """Every problem answered at every depth (by its name in results), and read at every budget.
@@ -67,7 +68,7 @@ def solve(
     check_problems(problems)
     if not depths:
         raise ValueError("name at least one depth, such as fixed_depths([1, 2, 4])")
-    found = {depth: _readings(solver, problems, test, mark, policy) for depth, policy in depths.items()}
+    found = {depth.name: _readings(solver, problems, test, mark, depth.policy) for depth in depths}
     unmarked = {reading.id for told in found.values() for reading in told if reading.mark is None}
     if len(unmarked) == len(problems):
         raise ValueError(f"no answer of {test.task} can be marked; look at the problems' answers")
@@ -79,14 +80,14 @@ def solve(
             items[test.task_at(budget)][depth] = _items(marked, test.pass_at)
             scores += _scores(test, budget, depth, marked, items[test.task_at(budget)][depth])
     own = _settings(solver, problems, test) | {
-        "depths": {depth: repr(policy) for depth, policy in depths.items()},
+        "depths": {depth.name: repr(depth.policy) for depth in depths},
         "unmarked": sorted(unmarked),
     }
     return Evaluation(settings={**(settings or {}), "reasoning": {test.task: own}}, scores=scores, items=items)
 
 
 def budget_curve(
-    solver: Solver, problems: Sequence[Problem], test: ReasoningTest, mark: Marker, depths: Mapping[str, DepthPolicy],
+    solver: Solver, problems: Sequence[Problem], test: ReasoningTest, mark: Marker, depths: Sequence[Depth],
     budgets: Sequence[int] = BUDGETS, settings: Mapping[str, Any] | None = None,
 ) -> Evaluation:  # fmt: skip
     """`solve` at many budgets, read of one generation at the largest."""

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from looplm.evals.lm import Reader
 from looplm.evals.memo import Memo
 from looplm.evals.results import Evaluation
 from looplm.models import LoopLMConfig, load
-from looplm.models.accounting import flops_per_token, kv_bytes_per_token
 from looplm.training.checkpoints import content_hash
 from looplm.training.opening import latest_checkpoint
 
@@ -69,7 +68,9 @@ def run_evaluation(settings: Settings) -> Evaluation:
     if settings.cache is not None:
         reader = replace(reader, memo=_memo(settings.cache, told))
     scores, items = evaluate(reader, tasks, protocol)
-    return Evaluation(settings=told, scores=scores, items=items, costs=_costs(reader.depths, reader.model.config, items))
+    return Evaluation(
+        settings=told, scores=scores, items=items, costs=_costs(reader.depths, reader.model.config, items)
+    )
 
 
 def table(found: Evaluation) -> list[dict[str, Any]]:

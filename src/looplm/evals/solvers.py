@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from looplm.data.chat import prompt_ids
-from looplm.engine import Completion, DepthPolicy, Engine, FixedLoops, SamplingParams
+from looplm.engine import DepthPolicy, Engine, SamplingParams
 from looplm.evals.prompts import Prompt
 
 
@@ -93,11 +93,6 @@ class EngineSolver:
         text = str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
         found = [(text.find(stop) + len(stop), text.find(stop)) for stop in self.sampling.stops if stop in text]
         return text[: min(found)[1]] if found else text
-
-
-def fixed_depths(loops: Sequence[int]) -> dict[str, DepthPolicy]:
-    """So many loops for every token, under the names that results give them."""
-    return {f"loops={count}": FixedLoops(count) for count in loops}
 
 
 def _attempt(done: Completion) -> Attempt:
