@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from looplm.data.chat import prompt_ids
-from looplm.engine import DepthPolicy, Engine, SamplingParams
+from looplm.engine import Completion, DepthPolicy, Engine, SamplingParams
 from looplm.evals.prompts import Prompt
 
 
