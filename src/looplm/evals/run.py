@@ -58,10 +58,7 @@ def run_evaluation(settings: Settings) -> Evaluation:
         limit=settings.limit, chat=settings.chat, multiturn=settings.multiturn, system=settings.system,
         seed=settings.seed,
     )  # fmt: skip
-    tasks = offline_tasks(settings.tasks, settings.data)
-    for task in tasks.values():
-        if settings.shots is not None:
-            task.set_config(key="num_fewshot", value=settings.shots)
+    tasks = offline_tasks(settings.tasks, settings.data, shots=settings.shots)
     folder = latest_checkpoint(settings.model)
     reader = _reader(settings, folder)
     told = _told(settings, folder, reader, tasks)
@@ -115,7 +112,7 @@ def _told(settings: Settings, folder: Path, reader: Reader, tasks: Mapping[str, 
 
 def _described(task: Any) -> dict[str, Any]:
     """A task's version, its shots, and a hash of how it asks and judges."""
-    config = {key: str(value) for key, value in task.dump_config().items()}
+    config = {key: str(value) for key, value in task.dump_config().items() if key != "custom_dataset"}
     return {"version": task.VERSION, "shots": task.config.num_fewshot or 0, "config": _digest(json.dumps(config))}
 
 
