@@ -12,6 +12,7 @@ from rich.console import Console
 
 from looplm.cli.bench import bench
 from looplm.cli.errors import INTERRUPTED, complain, one_line_errors
+from looplm.cli.evaluation import evaluation
 from looplm.cli.study import study
 from looplm.cli.tables import AsJson, print_rows
 
@@ -23,6 +24,7 @@ app = typer.Typer(
     add_completion=False,
 )  # fmt: skip
 app.add_typer(bench, name="bench")
+app.add_typer(evaluation, name="eval")
 app.command()(study)
 
 USAGE_ERROR = typer.BadParameter.__mro__[1]  # click's own, which typer exports under this name alone
