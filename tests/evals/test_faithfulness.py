@@ -175,7 +175,8 @@ def test_a_result_file_holds_every_answer_and_its_cost(tmp_path):
     pairs = numbered([1, 1, 0])
     pairs = PairSet(source=pairs.source, question=pairs.question, pairs=(*pairs.pairs, pairs.pairs[0]))
     found = faithfulness(model, tokenizer, pairs)
-    assert len(found.curves) == 0
+    with pytest.raises(ValueError, match="there are no probes to draw"):
+        probes_figure(found.curves)
     costs = {f"loops={loops}": costs_of(model.config, loops) for loops in (1, 2)}
     write_evaluation(tmp_path / "r.json", as_evaluation(found, {"model": "x"}, costs))
     read = read_evaluation(tmp_path / "r.json")

@@ -178,7 +178,12 @@ def probes_figure(curves_found: Sequence[Curve]) -> Figure:
     """ROC AUC by visit, a line for each answer, dotted lines between loops (Ouro, Figure 9, left).
 
     Bands reach from the lowest seed to the highest.
+
+    Raises:
+        ValueError: if there is no curve, as where a model gives one answer to all.
     """
+    if not curves_found:
+        raise ValueError("there are no probes to draw: every answer was too one-sided (see `unprobed`)")
     longest = max(curves_found, key=lambda curve: len(curve.probes)).probes
     ends = [place for place, (probe, following) in enumerate(pairwise(longest), 1) if probe.loop != following.loop]
     lines = {
