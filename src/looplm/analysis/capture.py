@@ -1,7 +1,9 @@
-"""A walk through the loops of a model, one state at a time, so that thousands of loops take no more memory than one."""
+"""What happens inside the loop: its states one at a time, so that thousands take no more memory than one, or layers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -40,3 +42,25 @@ def walk(
         if loop > 1:
             before, state = state, backbone.step(state, out.inputs, loop, out.context)
         yield Visit(loop=loop, before=before, state=state, model=model, out=out)
+
+
+@contextmanager
+def layers_recorded(
+    model: LoopLMForCausalLM, pick: Callable[[Tensor], Tensor]
+) -> Generator[dict[tuple[int, int], Tensor]]:  # fmt: skip
+    """What `pick` takes of the output [B, S, D] of every visit of a layer, by (loop, layer), as long as this is open.
+
+    Layers count from 1, the prelude's first; the prelude's visits belong to loop 0, the coda's are left out. Each call
+    of the model replaces what the one before left.
+    """
+    found: dict[tuple[int, int], Tensor] = {}
+
+    def keep(block: Any, args: tuple[Any, ...], output: Tensor) -> None:
+        found[args[1], block.layer + 1] = pick(output)
+
+    hooks = [block.register_forward_hook(keep) for block in (*model.model.prelude, *model.model.core)]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()

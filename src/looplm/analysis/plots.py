@@ -93,13 +93,16 @@ def against_speed(
 
 def curves(
     lines: Mapping[str, Sequence[Sequence[tuple[float, float]]]], xlabel: str, ylabel: str, log_x: bool = False,
-    log_y: bool = False,
+    log_y: bool = False, marks: Sequence[float] = (),
 ) -> Figure:  # fmt: skip
     """One line a name: the mean over its seeds' points (x, y), all at the same x, in a band from lowest to highest.
 
-    The legend stands beside the axes where there are more than two lines; past the colours they are dashed.
+    The legend stands beside the axes where there are more than two lines; past the colours they are dashed. A dotted
+    line stands at each of the `marks` on the x axis.
     """
     figure, axes = _figure(xlabel, ylabel)
+    for mark in marks:
+        axes.axvline(mark, color="0.5", linestyle=":", linewidth=1)
     for number, (name, seeds) in enumerate(lines.items()):
         xs = [x for x, _ in seeds[0]]
         columns = _columns(seeds)
@@ -171,6 +174,23 @@ def heat_map(
     edges = (first - 0.5, first + len(rows[0]) - 0.5, len(rows) - 0.5, -0.5)
     image = axes.imshow(floored, aspect="auto", cmap="viridis", norm=LogNorm(), extent=edges, interpolation="nearest")
     axes.set_yticks(range(len(names)), [name.replace("$", r"\$") for name in names], fontsize=7, family="monospace")
+    axes.grid(visible=False)
+    figure.colorbar(image, ax=axes, label=label)
+    return figure
+
+
+def matrix(shares: Sequence[Sequence[float]], label: str, names: str) -> Figure:
+    """A square of shares in [0, 1] as colours and per cent, rows and columns counted from 1 and called `names`."""
+    figure, axes = _figure(names, names)
+    size = len(shares)
+    edges = (0.5, size + 0.5, size + 0.5, 0.5)
+    image = axes.imshow(shares, cmap="viridis", vmin=0, vmax=1, extent=edges, interpolation="nearest")
+    for row, values in enumerate(shares, start=1):
+        for column, value in enumerate(values, start=1):
+            colour = "white" if value < 0.6 else "black"
+            axes.text(column, row, f"{100 * value:.0f}", color=colour, ha="center", va="center", fontsize=9)
+    axes.set_xticks(range(1, size + 1))
+    axes.set_yticks(range(1, size + 1))
     axes.grid(visible=False)
     figure.colorbar(image, ax=axes, label=label)
     return figure
