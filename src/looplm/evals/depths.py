@@ -25,7 +25,15 @@ class Depth:
 
 
 def fixed_depths(loops: Sequence[int]) -> list[Depth]:
-    """One for each loop count, called "loops=4"."""
+    """One for each loop count, called "loops=4".
+
+    Raises:
+        ValueError: if there is none, or one is below 1.
+    """
+    if not loops:
+        raise ValueError("loops is empty; name at least one loop count, such as 4")
+    if min(loops) < 1:
+        raise ValueError(f"loops={list(loops)} must be whole numbers of at least 1")
     return [Depth(name=f"loops={count}", loops=count, policy=FixedLoops(count)) for count in dict.fromkeys(loops)]
 
 

@@ -91,16 +91,6 @@ def _items(lm: LoopLM, samples: Sequence[Mapping[str, Any]]) -> list[Item]:
         }
         if key in found:
             metrics = {**found[key].metrics, **metrics}
-        found[key] = Item(id=key, metrics=metrics, **_effort(lm, sample["arguments"]))
+        tokens, loops = lm.effort(sample["arguments"])
+        found[key] = Item(id=key, metrics=metrics, tokens=tokens, loops=loops)
     return list(found.values())
-
-
-def _effort(lm: LoopLM, arguments: Sequence[Any]) -> dict[str, Any]:
-    """Tokens made for a question and their mean loops, where something was generated."""
-    asked = [one for one in arguments if len(one) == 2 and isinstance(one[1], dict)]
-    if not asked:
-        return {}
-    done = lm.generated(asked)
-    tokens = sum(one["tokens"] for one in done)
-    loops = sum(one["tokens"] * (one["loops"] or 0.0) for one in done)
-    return {"tokens": tokens, "loops": loops / tokens if tokens else None}

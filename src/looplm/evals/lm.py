@@ -1,6 +1,7 @@
 """looplm as a model of lm-eval: every request at a depth, and many depths from one forward."""
 
-from collections import Counter
+import json
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerFast
 
 from looplm.data.tokenizer import encode, load_tokenizer
 from looplm.engine import Engine, SamplingParams
@@ -35,7 +36,7 @@ class Reader:
     """
 
     model: LoopLMForCausalLM
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerFast
     depths: Sequence[Depth]
     kv: str = "full"
     batch_size: int = 8
@@ -121,6 +122,7 @@ class LoopLM(TemplateLM):
     ) -> None:  # fmt: skip
         super().__init__()
         self.backend = "causal"
+        self._noted: dict[str, list[tuple[int, float]]] = defaultdict(list)
         if isinstance(pretrained, Reader):
             self.reader, (self.depth, *_) = pretrained, pretrained.depths
             return
@@ -141,7 +143,7 @@ class LoopLM(TemplateLM):
         return other
 
     @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
+    def tokenizer(self) -> PreTrainedTokenizerFast:
         """The reader's."""
         return self.reader.tokenizer
 
@@ -174,7 +176,10 @@ class LoopLM(TemplateLM):
         if not self.reader.tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template; evaluate without one")
         write = self.reader.tokenizer.apply_chat_template
-        more = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        more: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt,
+        }
         return str(write(chat_history, tokenize=False, **more))
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -193,14 +198,23 @@ class LoopLM(TemplateLM):
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:  # fmt: skip
         pairs = [Pair(context=tuple(context), continuation=tuple(ids)) for _, context, ids in requests]
-        return [(one["logprob"], one["greedy"]) for one in self._at_depth(pairs)]
+        told = self._at_depth(pairs)
+        for (words, _, _), pair, one in zip(requests, pairs, told, strict=True):
+            self._note(words, len(pair.continuation), one["loops"])
+        return [(one["logprob"], one["greedy"]) for one in told]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of whole texts; the first token follows the prefix token, once a text, and windows of
         `max_length` are disjoint in what they score."""
         windows = [self._windows(request.args[0]) for request in requests]
         told = iter(self._at_depth([pair for some in windows for pair in some]))
-        return [sum(next(told)["logprob"] for _ in some) for some in windows]
+        sums = []
+        for request, some in zip(requests, windows, strict=True):
+            parts = [next(told) for _ in some]
+            for pair, one in zip(some, parts, strict=True):
+                self._note(request.args, len(pair.continuation), one["loops"])
+            sums.append(sum(one["logprob"] for one in parts))
+        return sums
 
     def _windows(self, text: str) -> list[Pair]:
         prefix, tokens = self.reader.prefix, self.reader.encode(text, begins=False)
@@ -215,7 +229,10 @@ class LoopLM(TemplateLM):
         Raises:
             ValueError: for a generation setting that is not supported, by name.
         """
-        return [done["text"] for done in self.generated([request.args for request in requests])]
+        told = self.generated([request.args for request in requests])
+        for request, done in zip(requests, told, strict=True):
+            self._note(request.args, done["tokens"], done["loops"] or 0.0)
+        return [done["text"] for done in told]
 
     def generated(self, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
         """The completions of (context, generation settings): text, tokens, mean loops, why they ended."""
@@ -227,6 +244,15 @@ class LoopLM(TemplateLM):
             asked.append({"prompt": self.tok_encode(context), "params": params, "turn": turns[drawn]})
             turns[drawn] += bool(drawn)
         return self.reader.completions(self.depth, asked)
+
+    def effort(self, arguments: Sequence[Any]) -> tuple[int, float | None]:
+        """Tokens made or scored for requests of these arguments, and their mean loops; None where there were none."""
+        noted = [one for each in arguments for one in self._noted[json.dumps(each)]]
+        tokens = sum(count for count, _ in noted)
+        return tokens, sum(count * loops for count, loops in noted) / tokens if tokens else None
+
+    def _note(self, arguments: Any, tokens: int, loops: float) -> None:
+        self._noted[json.dumps(arguments)].append((tokens, loops))
 
     def _at_depth(self, pairs: Sequence[Pair]) -> list[dict[str, Any]]:
         place = [depth.name for depth in self.reader.depths].index(self.depth.name)

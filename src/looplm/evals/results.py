@@ -14,7 +14,7 @@ class Item:
     """One question of a task at one depth.
 
     id: the same for every model (the task's own, or a hash of the question) · metrics: by name, 1.0 for right
-    tokens: how many were generated, loops: done on average by each; None where nothing was generated.
+    tokens: how many were generated, or scored where none was · loops: done on average by each.
     """
 
     id: str

@@ -3,13 +3,14 @@
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from looplm.data.tokenizer import fingerprint, load_tokenizer
+from looplm.evals.accounting import costs_of
 from looplm.evals.benchmarks import offline_tasks
 from looplm.evals.depths import Depth, exit_depth, fixed_depths
 from looplm.evals.harness import Items, Protocol, evaluate
@@ -104,7 +105,7 @@ def _told(settings: Settings, folder: Path, reader: Reader, tasks: Mapping[str, 
         "tokenizer": fingerprint(reader.tokenizer), "start_token": reader.begins, "prefix": reader.prefix,
         "kv": settings.kv, "max_length": reader.max_length, "max_gen_toks": reader.max_gen_toks,
         "limit": settings.limit, "seed": settings.seed, "chat": settings.chat, "multiturn": settings.multiturn,
-        "system": settings.system, "template": None if template is None else _digest(template),
+        "system": settings.system, "template": None if template is None else _digest(str(template)),
         "tasks": {name: _described(task) for name, task in tasks.items()}, "lm_eval": version("lm_eval"),
         "looplm": version("looplm"), "torch": version("torch"),
     }  # fmt: skip
@@ -127,10 +128,16 @@ def _memo(cache: Path, told: Mapping[str, Any]) -> Memo:
     return Memo(settings, cache / f"{_digest(json.dumps(settings, sort_keys=True))}.jsonl")
 
 
-def _costs(depths: list[Depth], config: LoopLMConfig, items: Items) -> dict[str, dict[str, float]]:
-    """Loops, forward FLOPs and key/value bytes of a token; under an exit rule by the mean loops of what was made."""
+def _costs(depths: Sequence[Depth], config: LoopLMConfig, items: Items) -> dict[str, dict[str, float]]:
+    """What a token costs at each depth; under an exit rule by the loops that the items' tokens did."""
     return {depth.name: _cost(depth, config, items) for depth in depths}
 
 
 def _cost(depth: Depth, config: LoopLMConfig, items: Items) -> dict[str, float]:
-    return {"loops": float(depth.loops)}
+    if depth.fixed:
+        return costs_of(config, depth.loops)
+    counted = [(item.loops, item.tokens or 1) for told in items.values() for item in told[depth.name] if item.loops]
+    tokens = sum(count for _, count in counted)
+    mean = sum(loops * count for loops, count in counted) / tokens
+    below = int(mean)  # FLOPs are linear in loops, so a mean costs what its two neighbours do in these shares
+    return costs_of(config, {below: below + 1 - mean, below + 1: mean - below})
