@@ -60,7 +60,7 @@ def write_lines(path, *records):
 
 def spoken(model, tokenizer, text, loops):
     """The greedy continuation of ChatML written by hand."""
-    engine = Engine(model, tokenizer, depth=*fixed_depths([loops]), loops=loops)
+    engine = Engine(model, tokenizer, depth=FixedLoops(loops), loops=loops)
     ends = [tokenizer.convert_tokens_to_ids("<|im_end|>")]
     (done,) = engine.generate(encode(tokenizer, [text]), SamplingParams(max_tokens=6, stop_token_ids=ends))
     return done.text.strip()
@@ -69,7 +69,8 @@ def spoken(model, tokenizer, text, loops):
 @pytest.mark.parametrize("loops", [1, 3])
 def test_the_second_turn_follows_the_first_answer(model, tokenizer, loops):
     dialogues = [["What is it?", "And why?"], ["Only this."]]
-    (two, one) = converse(model, tokenizer, dialogues, *fixed_depths([loops]), Speaking(max_tokens=6, system="Be brief."))
+    speaking = Speaking(max_tokens=6, system="Be brief.")
+    (two, one) = converse(model, tokenizer, dialogues, *fixed_depths([loops]), speaking)
     text = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     first = spoken(model, tokenizer, text.format("What is it?"), loops)
     assert first

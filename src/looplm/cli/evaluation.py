@@ -14,7 +14,7 @@ from looplm.cli.tables import print_rows
 class _RunByDefault(TyperGroup):
     """What is no subcommand is a model to evaluate."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # ty: ignore[invalid-method-override]
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # ty: ignore[incompatible-method-override]
         if args and args[0] not in {*self.commands, "--help"}:
             args = ["run", *args]
         return super().parse_args(ctx, args)

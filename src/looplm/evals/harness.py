@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lm_eval.api.model import LM
 from lm_eval.evaluator import evaluate as run_tasks
 
 from looplm.evals.lm import LoopLM, Reader
@@ -46,18 +47,24 @@ def evaluate(reader: Reader, tasks: Mapping[str, Any], protocol: Protocol) -> tu
     lm = LoopLM(reader)
     for depth in reader.depths:
         view = lm.at(depth)
-        for task in tasks.values():
-            task.set_fewshot_seed(protocol.seed)
-        found = run_tasks(
-            view, dict(tasks), limit=protocol.limit, bootstrap_iters=_BOOTSTRAPS, apply_chat_template=protocol.chat,
-            fewshot_as_multiturn=protocol.multiturn, system_instruction=protocol.system,
-        )  # fmt: skip
-        assert found is not None
+        found = run_at(view, tasks, protocol)
         for name in tasks:
             samples = found["samples"][name]
             scores += _scores(name, depth.name, found["results"][name], _count(samples))
             items[name][depth.name] = _items(view, samples)
     return scores, items
+
+
+def run_at(lm: LM, tasks: Mapping[str, Any], protocol: Protocol) -> Mapping[str, Any]:
+    """What lm-eval finds of one model, samples included; the same few-shot examples however often it is asked."""
+    for task in tasks.values():
+        task.set_fewshot_seed(protocol.seed)
+    found = run_tasks(
+        lm, dict(tasks), limit=protocol.limit, bootstrap_iters=_BOOTSTRAPS, apply_chat_template=protocol.chat,
+        fewshot_as_multiturn=protocol.multiturn, system_instruction=protocol.system,
+    )  # fmt: skip
+    assert found is not None
+    return found
 
 
 def _scores(task: str, depth: str, results: Mapping[str, Any], count: int) -> list[Score]:

@@ -199,9 +199,9 @@ class LoopLM(TemplateLM):
     ) -> list[tuple[float, bool]]:  # fmt: skip
         pairs = [Pair(context=tuple(context), continuation=tuple(ids)) for _, context, ids in requests]
         told = self._at_depth(pairs)
-        for (words, _, _), pair, one in zip(requests, pairs, told, strict=True):
-            self._note(words, len(pair.continuation), one["loops"])
-        return [(one["logprob"], one["greedy"]) for one in told]
+        for number, answer in enumerate(told):
+            self._note(requests[number][0], len(pairs[number].continuation), answer["loops"])
+        return [(answer["logprob"], answer["greedy"]) for answer in told]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of whole texts; the first token follows the prefix token, once a text, and windows of
