@@ -48,7 +48,7 @@ def written(max_gen_toks=9, **settings):
     """Generation up to a stop string."""
     return _task(
         "written", output_type="generate_until", doc_to_target="{{question}}",
-        generation_kwargs={"until": ["zz", "q"], "max_gen_toks": max_gen_toks, **settings},
+        generation_kwargs={"until": ["zz", "q", "</s>"], "max_gen_toks": max_gen_toks, **settings},
         metric_list=[{"metric": "exact_match"}],
     )  # fmt: skip
 

@@ -239,7 +239,7 @@ class LoopLM(TemplateLM):
         turns: Counter[str] = Counter()
         asked = []
         for context, settings in requests:
-            params = _sampling(settings, self.reader.max_gen_toks)
+            params = _with_stop_ids(_sampling(settings, self.reader.max_gen_toks), self.reader.tokenizer)
             drawn = f"{context}{params}" if params["temperature"] else ""
             asked.append({"prompt": self.tok_encode(context), "params": params, "turn": turns[drawn]})
             turns[drawn] += bool(drawn)
@@ -277,6 +277,13 @@ def _sampling(settings: dict[str, Any], max_gen_toks: int) -> dict[str, Any]:
     if known:
         raise ValueError(f"the generation setting '{min(known)}' is not supported")
     return params | ({"temperature": 0.0} if greedy else {})
+
+
+def _with_stop_ids(params: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """A stop string that is a special token, with or without blanks, is that token: no text shows it."""
+    special = {str(token): tokenizer.convert_tokens_to_ids(str(token)) for token in tokenizer.all_special_tokens}
+    ids = sorted({special[stop.strip()] for stop in params["stop"] if stop.strip() in special})
+    return params | {"stop": [stop for stop in params["stop"] if stop.strip() not in special], "stop_token_ids": ids}
 
 
 def _completion(done: Any) -> dict[str, Any]:
