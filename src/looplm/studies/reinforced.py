@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
@@ -32,12 +33,14 @@ class Reinforced:
     """A policy of `warm_start`, or of the recipe's own `init_from`; reinforced unless told otherwise; then measured.
 
     measure: a module's own function of the policy, and of the recipe, which says what is asked.
+    shared: the folder beside the cells' own that holds the warm starts of all cells that name it, by seed.
     """
 
     recipe: str
     overrides: tuple[str, ...]
     measure: Callable[[Policy, RLRecipe], Outcome]
     warm_start: Trained | None = None
+    shared: str | None = None
     reinforces: bool = True
     seed: int = 0
 
@@ -47,7 +50,7 @@ class Reinforced:
 
     def recipes(self, folder: Path) -> list[RunSettings]:
         """Those of all stages under `folder`."""
-        trained = [] if self.warm_start is None else self.warm_start.recipes(folder)
+        trained = [] if self.warm_start is None else self.warm_start.recipes(self._warm_folder(folder))
         return [*trained, *([self._recipe(folder)] if self.reinforces else [])]
 
     def __call__(self, folder: Path) -> Outcome:
@@ -55,7 +58,10 @@ class Reinforced:
         facts: dict[str, Any] = {}
         recipe, policy = self._recipe(folder), None
         if self.warm_start is not None:
-            run, facts = self.warm_start.trained(folder)
+            warm = self._warm_folder(folder)
+            warm.mkdir(parents=True, exist_ok=True)
+            with FileLock(warm / "lock"):  # who comes second finds it trained
+                run, facts = self.warm_start.trained(warm)
             policy = Policy(model=run.model, tokenizer=run.tokenizer)
         if self.reinforces:
             done = reinforce(recipe, Console(quiet=True), title=folder.name)
@@ -72,5 +78,8 @@ class Reinforced:
     def _recipe(self, folder: Path) -> RLRecipe:
         values: dict[str, Any] = {"out": str(folder / "stage_rl"), "seed": self.seed}
         if self.warm_start is not None:
-            values["init_from"] = self.warm_start.recipes(folder)[-1].out
+            values["init_from"] = self.warm_start.recipes(self._warm_folder(folder))[-1].out
         return load_rl_recipe(self.recipe, self.overrides, values)
+
+    def _warm_folder(self, folder: Path) -> Path:
+        return folder if self.shared is None else folder.parents[1] / self.shared / folder.name

@@ -19,8 +19,13 @@ from looplm.tasks import RunningSum
 
 WARM, GRPO, UNLOOPED, SFT = "warm start", "GRPO", "unlooped, GRPO", "SFT"
 RLTT = {"RLTT, exit": "exit", "RLTT, uniform": "uniform", "RLTT, progressive": "progressive"}
-_SHARES = (0.1, 0.2, 0.3, 0.4, 0.6, 1.0)  # of the tokens that training allows
-_SHORT = 0.3
+_SHARES = (0.25, 0.34, 0.42, 0.5, 0.59, 0.75, 1.0)  # of the tokens that training allows
+_SHORT = 0.42
+_WHOLE = "reward over training"
+_MORE = (
+    "model=null", "steps=270", "optimizer.lr=3e-4", "data.sources.answers=null",
+    "data.sources.alternating_answers=null",
+)  # fmt: skip
 _SMOKE = ("steps=2", "sampling.prompts=2", "sampling.group=2", "sampling.max_tokens=10", "evaluation.questions=4")
 _SMOKE_SFT = ("steps=2", "data.rows=2", "log_every=1", "data.sources.sums.held_out_questions=8")
 
@@ -38,11 +43,12 @@ class RLTTStudy(Study):
         "1, 3 and 4; one training seed)."
     )
     setting: ClassVar[str] = (
-        "a model of width 96, one layer looped 4 times, supervised on 400 sums and 400 alternating sums of 2 to 8 "
-        "digits written step by step (`looplm.tasks.RunningSum`), then 200 steps of 16 new sums x 8 completions at 4 "
-        "loops, 1.0 for the right last total. SFT goes on supervising for as many steps as the warm start took; "
-        "unlooped is 4 layers once, of equal FLOPs. Greedy answers to 256 held-out sums at 1 to 4 loops, with 16 "
-        "tokens and with fewer (short: 5), and to alternating sums, which no arm reinforced."
+        "a model of width 96, one layer looped 4 times, supervised for 1,200 steps on sums and alternating sums of 2 "
+        "to 6 digits (modulo 10), some with every total written out, most with the answer alone "
+        "(`looplm.tasks.RunningSum`); then 100 steps of 16 sums x 8 completions at 4 loops, 1.0 for the right last "
+        "total. SFT goes on instead, on written-out answers alone, for as many FLOPs (270 steps); unlooped is 4 layers "
+        "once, of equal FLOPs. Greedy answers to 256 held-out sums at 1 to 4 loops, with 12 tokens and with fewer "
+        "(short: 5), and to alternating sums, which no arm reinforced. `reward over training`: its mean over all steps."
     )
     chance: ClassVar[str] = "guessing a digit gets 0.1"
 
@@ -58,11 +64,11 @@ class RLTTStudy(Study):
     def columns(self, results: Results) -> list[str]:
         """The trained depth, others, the short budget, the untrained task, and lengths."""
         names = ("accuracy", "at 1 loop", "at 2 loops", "short budget", "alternating sums", "length")
-        return [name for name in names if name in results[GRPO][0].values]
+        return [*(name for name in names if name in results[GRPO][0].values), _WHOLE]
 
     def verdicts(self, results: Results) -> list[Verdict]:
         """RLTT against GRPO, item by item; then against supervision and against depth without loops."""
-        kinds = {"items": "all loops", "items, 2 loops": "2 loops", "items, short": "a short budget"}
+        kinds = {"items": "all loops", "items, 1 loop": "1 loop", "items, short": "a short budget"}
         found = [
             _paired(results, name, GRPO, items, f"{name} above GRPO at {what}")
             for name in RLTT
@@ -89,12 +95,17 @@ def _job(scale: Scale, arm: str, of_rl: str | None, seed: int) -> Reinforced:
     small = _SMOKE_SFT if scale == "smoke" else ()
     unlooped = ("model.core_layers=4", "loops=1", "objective={kind: last_loop}") if arm == UNLOOPED else ()
     first = Stage(recipe="rltt_cpu_sft", overrides=(*unlooped, *small))
-    more = Stage(recipe="rltt_cpu_sft", overrides=("model=null", "optimizer.lr=3e-4", *small))
+    more = Stage(recipe="rltt_cpu_sft", overrides=(*_MORE, *small))
     warm = Trained(stages=(first, more) if arm == SFT else (first,), measure=_nothing, seed=seed)
     return Reinforced(
-        warm_start=warm, recipe="rltt_cpu", overrides=(of_rl or "steps=1", *(_SMOKE if scale == "smoke" else ())),
+        warm_start=warm, shared=_shared(arm), recipe="rltt_cpu", overrides=(of_rl or "steps=1", *(_SMOKE if scale == "smoke" else ())),
         reinforces=of_rl is not None, measure=measure, seed=seed,
     )  # fmt: skip
+
+
+def _shared(arm: str) -> str | None:
+    """Where the arm's warm start lies; SFT's goes on."""
+    return None if arm == SFT else "warm_start_unlooped" if arm == UNLOOPED else "warm_start_looped"
 
 
 def _of_ouro(kind: str, seed: int) -> Reinforced:
@@ -117,10 +128,11 @@ def measure(policy: Policy, recipe: RLRecipe) -> Outcome:
         values={
             "accuracy": _mean(last), "at 1 loop": _mean(by_loop[1]), "at 2 loops": _mean(second),
             "short budget": _mean(budgets[_SHORT]), **_of_alternating_sums(policy, recipe),
+            **({_WHOLE: float(np.mean([reward for _, reward in rewards]))} if rewards else {}),
             "length": float(np.mean([answer.length for answer in last])),
         },
         series={
-            "items": _items(last), "items, 2 loops": _items(second), "items, short": _items(budgets[_SHORT]),
+            "items": _items(last), "items, 1 loop": _items(by_loop[1]), "items, short": _items(budgets[_SHORT]),
             "budget": [(float(round(share * most)), _mean(told)) for share, told in budgets.items()],
             **({"loops": [(float(loop), _mean(told)) for loop, told in by_loop.items()]} if loops > 1 else {}),
             **({"reward": rewards} if rewards else {}),
