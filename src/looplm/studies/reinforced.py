@@ -82,4 +82,4 @@ class Reinforced:
         return load_rl_recipe(self.recipe, self.overrides, values)
 
     def _warm_folder(self, folder: Path) -> Path:
-        return folder if self.shared is None else folder.parents[1] / self.shared / folder.name
+        return folder if self.shared is None else folder.parent.parent / self.shared / folder.name

@@ -98,7 +98,8 @@ def _job(scale: Scale, arm: str, of_rl: str | None, seed: int) -> Reinforced:
     more = Stage(recipe="rltt_cpu_sft", overrides=(*_MORE, *small))
     warm = Trained(stages=(first, more) if arm == SFT else (first,), measure=_nothing, seed=seed)
     return Reinforced(
-        warm_start=warm, shared=_shared(arm), recipe="rltt_cpu", overrides=(of_rl or "steps=1", *(_SMOKE if scale == "smoke" else ())),
+        warm_start=warm, shared=_shared(arm), recipe="rltt_cpu",
+        overrides=(of_rl or "steps=1", *(_SMOKE if scale == "smoke" else ())),
         reinforces=of_rl is not None, measure=measure, seed=seed,
     )  # fmt: skip
 
