@@ -101,6 +101,29 @@ def bench_rl(
     print_measured(as_json, asdict(problem), found, tables=[shown], how="float32, forward, backward and AdamW")
 
 
+@bench.command("sweep")
+@one_line_errors
+def bench_sweep(
+    width: Annotated[int, typer.Option(min=1, help="Width D, of heads of 64.")] = 256,
+    layers: Annotated[int, typer.Option(min=1, help="Shared layers.")] = 2,
+    loops: Annotated[int, typer.Option(min=1, help="Loop counts 1..T.")] = 8,
+    vocab: Annotated[int, typer.Option(min=2, help="Vocabulary V.")] = 4096,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of context and continuation.")] = 96,
+    rows: Annotated[int, typer.Option(min=1, help="Pairs.")] = 64,
+    continuation: Annotated[int, typer.Option(min=1, help="Tokens that are scored.")] = 4,
+    repeats: Repeats = 7,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluation at loops 1..T: log-likelihoods from one forward, against a run for each loop count."""
+    from looplm.studies.bench_sweep import SweepProblem
+    from looplm.studies.bench_sweep import bench_sweep as measure
+
+    problem = SweepProblem(
+        width=width, layers=layers, loops=loops, vocab=vocab, length=length, rows=rows, continuation=continuation
+    )
+    print_measured(as_json, asdict(problem), [asdict(row) for row in measure(problem, repeats)], how="float32")
+
+
 @bench.command("train")
 @one_line_errors
 def bench_train(
