@@ -145,14 +145,16 @@ def test_eight_bit_moments_step_like_adamw_in_a_quarter_of_the_bytes():
 def test_without_a_compiler_a_compiled_step_says_in_one_line_what_it_needs(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     step = torch.compile(lambda moment: moment.sin() * 0.125 + 3)
-    message = r"^the step of optimizer.bits=8 cannot be compiled \(InvalidCxxCompiler[^\n]* takes a C\+\+ compiler[^\n]*$"
+    message = (
+        r"^the step of optimizer.bits=8 cannot be compiled \(InvalidCxxCompiler[^\n]* takes a C\+\+ compiler[^\n]*$"
+    )
     with (
         torch._inductor.config.patch({"cpp.cxx": (None, str(tmp_path / "none"))}),
         pytest.raises(ValueError, match=message),
         compiling_in_one_line(),
     ):
         step(torch.zeros(7))
-    with pytest.raises(RuntimeError, match="^another$"), compiling_in_one_line():
+    with pytest.raises(RuntimeError, match=r"^another$"), compiling_in_one_line():
         raise RuntimeError("another")
 
 

@@ -39,7 +39,7 @@ def compiling_in_one_line() -> Generator[None]:
     except BackendCompilerFailed as error:
         reason = next(line for line in str(error).splitlines() if line)
         raise ValueError(
-            f"the step of optimizer.bits=8 cannot be compiled ({reason}); that takes a C++ compiler, such as g++, or one "
+            f"the step of optimizer.bits=8 cannot be compiled ({reason}); that takes a C++ compiler, g++ or the one "
             "that CXX names; where there is one, clear the cache of torch.compile (torchinductor_* in the folder for "
             "temporary files), or set optimizer.bits=32"
         ) from error
