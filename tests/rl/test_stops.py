@@ -73,7 +73,7 @@ def test_questions_that_the_tokenizer_cannot_read_are_named_before_anything_is_w
 
 def test_minibatches_that_processes_cannot_share_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "open_world", lambda: World(rank=1, size=4))
-    with pytest.raises(ValueError, match="sampling.prompts=4 cannot be cut into minibatches=2 on 4 processes"):
+    with pytest.raises(ValueError, match=r"sampling.prompts=4 cannot be cut into minibatches=2 on 4 processes"):
         trained(write_recipe(tmp_path, ("minibatches=2",)))
     assert not (tmp_path / "run").exists()
 
