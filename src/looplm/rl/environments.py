@@ -255,6 +255,8 @@ class GymEnvironment(_Base):
 class FunctionEnvironment(_OfFile):
     """Prompts of a file and reward functions with TRL's signature, "package.module:function", summed by `weights`.
 
+    Modules of the current folder are found, too.
+
     A record has a `prompt`, text or turns of role and content; its other fields (None where it lacks one) are given to
     the functions by name: `fn(prompts=..., completions=..., completion_ids=..., **columns) -> list[float | None]`, None
     where the function does not apply.
