@@ -66,6 +66,11 @@ def by_hand(**batch):
     return trace, values
 
 
+def means(found):
+    """Every metric's mean over what it was read on, if anything."""
+    return {name: (value / mass).item() for values, mass in found for name, value in values.items() if mass}
+
+
 def test_the_value_by_hand():
     """On the sampling policy every ratio is 1: the loss is -mean A, whatever the loop weights."""
     trace, batch = by_hand()
@@ -100,8 +105,8 @@ def test_the_clip_and_the_reference_by_hand():
     loss, metrics = PolicyGradient(loop_weights=LastLoopWeight(), kl=0.1)(Reading(2), trace, batch)
     k3 = sum(math.exp(d) - d - 1 for d in (math.log(0.4 / 0.8), 0, 0, math.log(0.25 / 0.5)))
     assert abs(loss.item() - 0.25 * (-(1.2 + 1 - 2 * 0.8 - 2 * 1) + 0.1 * k3)) < 1e-12
-    assert abs(metrics["clipped"].item() - 0.5) < 1e-12
-    assert abs(metrics["reference_kl"].item() - 0.25 * k3) < 1e-12
+    assert abs(means(metrics)["clipped"] - 0.5) < 1e-12
+    assert abs(means(metrics)["reference_kl"] - 0.25 * k3) < 1e-12
     loss.backward()
     grad = trace.states[2].grad[..., 1]
     pull = [0.1 * (1 - q / p) * (1 - p) for p, q in ((0.8, 0.4), (0.5, 0.5), (0.4, 0.4), (0.5, 0.25))]
@@ -116,7 +121,7 @@ def test_no_bounds_do_not_clip():
         Reading(2), trace, batch
     )
     assert abs(loss.item() - -0.25 * (2 + 1 - 2 * 0.5 - 2)) < 1e-12
-    assert metrics["clipped"] == 0
+    assert means(metrics)["clipped"] == 0
 
 
 def test_weights_of_every_rule_by_hand():
@@ -242,7 +247,36 @@ def test_the_gate_that_sampled_decides_the_weights_and_not_todays():
         log_pdf=before[:, 1:].flatten(0, 1).T,
     ).weights(ExitWeights())  # fmt: skip
     mass = (batch["weights"] * (batch["labels"] != -100))[:, 1:].flatten()
-    torch.testing.assert_close(shown["weight_loop1"], (weights[0] * mass).sum(), check_dtype=False)
+    assert means(shown)["weight_loop1"] == pytest.approx(((weights[0] * mass).sum() / mass.sum()).item(), abs=1e-6)
+
+
+def test_a_loop_is_as_sure_as_of_the_tokens_that_did_it():
+    """Of four tokens the first left at loop 1: loop 2 is read on three. GRPO reads loop 1 where it emitted alone."""
+    trace, batch = by_hand(exits=torch.tensor([[2, 1, 2], [2, 2, 2]]))
+    standing = [[FIRST[0][0], *SECOND[0][1:]], SECOND[1]]
+    trace.states[2] = from_probabilities(standing)
+    first = [FIRST[0][0], FIRST[0][1], FIRST[1][0], FIRST[1][1]]
+    second = [SECOND[0][1], SECOND[1][0], SECOND[1][1]]
+    wanted = {
+        UniformWeights(): (first, 1 / 2 * 3 / 4 + 1 / 4), LastLoopWeight(): (first[:1], 1 / 4),
+    }  # fmt: skip
+    for rule, (read, weight) in wanted.items():
+        found = means(PolicyGradient(loop_weights=rule)(Reading(2), trace, batch)[1])
+        assert found["nll_loop1"] == pytest.approx(-sum(map(math.log, read)) / len(read), abs=1e-12)
+        assert found["nll_loop2"] == pytest.approx(-sum(map(math.log, second)) / 3, abs=1e-12)
+        assert found["weight_loop1"] == pytest.approx(weight, abs=1e-12)
+        assert found["weight_loop1"] + found["weight_loop2"] == pytest.approx(1, abs=1e-12)
+
+
+def test_every_batch_names_the_same_metrics_whichever_loops_it_read():
+    """Processes add them up name by name, and one may have no token that left early."""
+    trace, batch = by_hand()
+    both = PolicyGradient(loop_weights=LastLoopWeight())(Reading(2), trace, batch)[1]
+    del trace.states[1]
+    last = PolicyGradient(loop_weights=LastLoopWeight())(Reading(2), trace, batch)[1]
+    assert [list(values) for values, _ in last] == [list(values) for values, _ in both]
+    assert means(last) == means(both)
+    assert "nll_loop1" not in means(last)
 
 
 def test_tokens_that_all_do_as_many_loops_need_the_last_alone_for_grpo():

@@ -1,6 +1,7 @@
 """A tiny policy in a folder, prompts with a reward that varies, and recipes on them."""
 
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -34,6 +35,22 @@ def small_digits(prompts, completions, **_) -> list[float]:
 
 def always_one(prompts, completions, **_) -> list[float]:
     return [0.35] * len(completions)
+
+
+def first_group_dead(prompts, completions, **_) -> list[float]:
+    """Equal rewards for the first four completions of a step, others for the rest."""
+    return [0.35 if number < 4 else float(number % 2) for number in range(len(completions))]
+
+
+CALLS: list[int] = []
+
+
+def fails_on_the_second_process(prompts, completions, **_) -> list[float]:
+    """Of torchrun's two, in the second step."""
+    CALLS.append(len(completions))
+    if os.environ["RANK"] == "1" and len(CALLS) == 2:
+        raise RuntimeError("enough")
+    return small_digits(prompts, completions)
 
 
 def policy(folder: Path, **changes) -> Path:

@@ -25,5 +25,29 @@ async def later(completions, **columns):
     return [0.0] * len(completions)
 
 
+def enormous(completions, **columns):
+    return [-1e200] * len(completions)
+
+
+def nothing(**columns):
+    return None
+
+
+def words(completions, **columns):
+    return ["1.0"] * len(completions)
+
+
+def by_number(completions, **columns):
+    return dict.fromkeys(range(len(completions)), 1.0)
+
+
+def narrow(completions):
+    return [0.0] * len(completions)
+
+
+def stumbling(completions, **columns):
+    return columns["gold"]
+
+
 def text_of(completion):
     return completion if isinstance(completion, str) else completion[0]["content"]

@@ -1,6 +1,7 @@
 """Environments: what they ask, how they mark, and which mistakes they name."""
 
 import json
+import sys
 from collections import Counter
 from dataclasses import replace
 from typing import Annotated
@@ -224,7 +225,8 @@ def test_what_reasoning_gym_refuses_is_named(settings, named):
 @pytest.mark.parametrize(
     ("records", "named"),
     [
-        ([{"problem": "?"}], "line 1 has no field 'answer'"),
+        ([{"problem": "?"}], "no question that can be marked; its records need 'problem' and 'answer'"),
+        ([{"answer": "1"}], "line 1 has no field 'problem'"),
         ([{"problem": "?", "answer": [1]}], "'answer' is a list"),
         ([{"problem": "?", "answer": " "}], "no question that can be marked"),
         ([], "no question that can be marked"),
@@ -238,7 +240,7 @@ def test_problems_that_cannot_be_asked_are_named(tmp_path, records, named):
 
 
 def test_a_split_without_questions_is_named(problems):
-    with pytest.raises(ValueError, match="no question of the test split; raise held_out"):
+    with pytest.raises(ValueError, match=r"no question of the test split; raise environment.held_out"):
         MathEnvironment(path=problems).question(0, "test")
 
 
@@ -246,6 +248,7 @@ def test_a_split_without_questions_is_named(problems):
     ("record", "named"),
     [
         ({"prompt": 5}, "neither text nor a list of turns"),
+        ({"prompt": ""}, "line 1: 'prompt' is empty"),
         ({"prompt": []}, "neither text nor a list of turns"),
         ({"prompt": [{"role": "user"}]}, "neither text nor a list of turns"),
         ({"prompt": "?", "completions": "x"}, "must not be called 'completions'"),
@@ -261,10 +264,75 @@ def test_prompts_that_cannot_be_asked_are_named(tmp_path, record, named):
 @pytest.mark.parametrize(
     ("name", "named"),
     [("sample_rewards", "package.module:function"), (":x", "package.module:function"), ("no_such:x", "no_such"),
-     ("sample_rewards:none", "none"), ("sample_rewards:later", "no plain function"),
-     ("sample_rewards:one_too_few", "returned 0 rewards for 1"), ("sample_rewards:endless", "infinite")],
+     ("sample_rewards:none", "none"), ("sample_rewards:later", "no plain function"), (".rewards:x", "write package."),
+     ("sample_rewards:one_too_few", "returned 0 rewards for 1"), ("sample_rewards:endless", "returned inf; keep"),
+     ("sample_rewards:enormous", r"returned -1e\+200; keep rewards within 1e\+100"),
+     ("sample_rewards:nothing", "returned no list of numbers: TypeError"),
+     ("sample_rewards:words", "returned no list of numbers: TypeError"),
+     ("sample_rewards:by_number", "returned no list of numbers: TypeError: a dict is in no order"),
+     ("sample_rewards:narrow", "failed: TypeError: .*unexpected keyword argument 'prompts'$"),
+     ("sample_rewards:stumbling", r"failed: KeyError: 'gold' \(.*sample_rewards.py:\d+\)$")],
 )  # fmt: skip
 def test_functions_that_are_none_are_named(prompts, name, named):
     environment = FunctionEnvironment(path=prompts, functions=(name,))
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(ValueError, match=f"{name.split(':')[0]}.*{named}"):
         environment.reward([environment.question(0, "train")], ["a"], [[1]])
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("def one(**_:", r"cannot be imported: SyntaxError: .*mine_1.py, line 1"),
+        ("x = 1\ny = z", r"cannot be imported: NameError: name 'z' is not defined \(.*mine_2.py:2\)$"),
+        ("import no_such_module", r"cannot be imported: ModuleNotFoundError: .*'no_such_module' \(.*mine_3.py:1\)$"),
+        ("def one(prompts, **_): return [1] * len(prompts)", None),
+    ],
+    ids=["1", "2", "3", "4"],
+)
+def test_functions_of_the_current_folder_are_found_and_its_mistakes_named(
+    prompts, tmp_path, monkeypatch, request, text, named
+):
+    """However looplm was started; what is imported from there leaves no trace in the path."""
+    name = f"mine_{request.node.callspec.id}"
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    assert str(tmp_path) not in before
+    environment = FunctionEnvironment(path=prompts, functions=(f"{name}:one",))
+    if named is None:
+        assert environment.reward([environment.question(0, "train")] * 2, ["a", "b"], [[1]] * 2) == [1.0, 1.0]
+    else:
+        with pytest.raises(ValueError, match=f"^the reward function '{name}:one' {named}"):
+            environment.reward([], [], [])  # which imports what it is to call, and calls nothing
+    assert sys.path == before
+
+
+def test_records_without_an_answer_are_left_out_and_counted(tmp_path):
+    records = [{"problem": "1+1=", "answer": 2}, {"problem": "?", "answer": None}, {"problem": "?"}]
+    environment = MathEnvironment(path=write(tmp_path / "m.jsonl", records))
+    assert {environment.question(seed, "train").columns["answer"] for seed in range(6)} == {"2"}
+    assert environment.num_questions("train") == 1
+    assert environment.drain_counts()["left_out"] == 2
+
+
+def test_splits_know_how_many_questions_they_have(mathematics):
+    test, train = (mathematics.num_questions(split) for split in ("test", "train"))
+    assert test + train == 40
+    assert len({mathematics.question(seed, "test").prompt[0]["content"] for seed in range(test)}) == test
+    gym = GymEnvironment(dataset="chain_sum", size=20, held_out=5)
+    assert (gym.num_questions("test"), gym.num_questions("train")) == (5, 15)
+    assert TaskEnvironment(task=RunningSum()).num_questions("test") is None
+
+
+def test_a_fingerprint_is_that_of_questions_columns_and_order(tmp_path):
+    records = [{"prompt": f"Say {n}.", "bound": n} for n in range(4)]
+    others = [records[::-1], records[:3], [*records[:3], records[3] | {"bound": 5}], records + records[:1]]
+
+    def fingerprint(these, **settings):
+        path = write(tmp_path / "p.jsonl", these)
+        return FunctionEnvironment(path=path, functions=("a:b",), **settings).fingerprint()
+
+    assert fingerprint(records) == fingerprint(records)
+    assert len({fingerprint(these) for these in (records, *others)}) == 5
+    assert fingerprint(records, held_out=0.5) != fingerprint(records)
+    assert TaskEnvironment(task=RunningSum()).fingerprint() == ""

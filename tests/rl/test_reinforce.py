@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 
 import looplm
 from looplm.models import save
-from looplm.rl import rollouts
+from looplm.rl import loop, rollouts
 from looplm.rl.run import engine_source, reinforce
+from looplm.training.module import MetricSums
 
 EARLY = "sampling.depth={kind: early, family: exit_cdf, threshold: 0.5}"
 QUIET = Console(file=StringIO())
@@ -123,25 +124,109 @@ def test_the_update_does_not_depend_on_micro_batches(tmp_path):
 
 
 def test_two_processes_learn_what_one_does(tmp_path):
-    """Three groups on two processes are uneven; in float64, so that sums in another order agree closely."""
-    more = (
-        EARLY, "precision=float64", "micro_rows=2", "objective.kl=0.1", "sampling.prompts=3", "steps=2", "save_every=2",
-        "advantages.scale=batch", "objective.loop_weights={kind: learned}",
-    )  # fmt: skip
-    alone = run(write_recipe(tmp_path, more, out="alone"))
+    """Three groups on two processes are uneven, minibatches are the same; where one process fails, both stop and save.
+
+    In float64, so that sums in another order agree closely.
+    """
+    common = (EARLY, "precision=float64", "micro_rows=2", "steps=2", "save_every=2", "advantages.scale=batch")
+    runs = {
+        "uneven": ("objective.kl=0.1", "sampling.prompts=3", "objective.loop_weights={kind: learned}"),
+        "minibatches": ("minibatches=2", "epochs=2", "objective.loop_weights={kind: last}"),
+    }
+    alone = {name: run(write_recipe(tmp_path, (*common, *more), out=f"{name}1")) for name, more in runs.items()}
+    runs["failing"] = ('environment.functions=["tests.rl.rl_runs:fails_on_the_second_process"]',)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     root = Path(__file__).parents[2]
     script, recipe = root / "tests/rl/distributed_rl.py", tmp_path / "recipe.yaml"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}"}
-    subprocess.run(
-        [*command, str(script), str(recipe), *more, f"out={tmp_path / 'two'}"], check=True, env=environment, timeout=240
+    given = ["|".join((*common, *more, f"out={tmp_path / name}2")) for name, more in runs.items()]
+    done = subprocess.run(
+        [*command, str(script), str(recipe), *given], check=True, env=environment, timeout=240, stdout=subprocess.PIPE
     )
-    ours, theirs = weights_of(tmp_path / "two/checkpoints/step-00000002"), weights_of(alone.checkpoint)
-    for name, tensor in theirs.items():
-        torch.testing.assert_close(ours[name], tensor, atol=1e-8, rtol=0)
-    kept = ("reward", "reward_std", "ratio", "reference_kl", "mean_loops", "grad_norm", "length")
-    for one, other in zip(read_log(tmp_path / "two"), read_log(tmp_path / "alone"), strict=True):
-        assert [one.get(k) for k in kept] == pytest.approx([other.get(k) for k in kept], abs=1e-6)
+    kept = ("reward", "reward_std", "ratio", "clipped", "reference_kl", "mean_loops", "grad_norm", "length", "updates")
+    for name, finished in alone.items():
+        ours, theirs = weights_of(tmp_path / f"{name}2/checkpoints/step-00000002"), weights_of(finished.checkpoint)
+        for key, tensor in theirs.items():
+            torch.testing.assert_close(ours[key], tensor, atol=1e-8, rtol=0)
+        for one, other in zip(read_log(tmp_path / f"{name}2"), read_log(tmp_path / f"{name}1"), strict=True):
+            assert [one.get(k) for k in kept] == pytest.approx([other.get(k) for k in kept], abs=1e-6)
+    stops = [line for line in done.stdout.decode().splitlines() if line.startswith("stopped: ")]
+    assert len(stops) == 2
+    assert all("RuntimeError: enough" in line and "step 1 is saved" in line for line in stops)
+    assert (tmp_path / "failing2/checkpoints/step-00000001/trainer.json").exists()
+
+
+def shifted_rollouts(monkeypatch):
+    """Let the sampler tell other log-probabilities than those it drew from."""
+    real = rollouts.EngineRollouts._rollout
+
+    def lying(self, done):
+        rollout = real(self, done)
+        return rollouts.Rollout(**{**vars(rollout), "logprobs": [value - 0.5 for value in rollout.logprobs]})
+
+    monkeypatch.setattr(rollouts.EngineRollouts, "_rollout", lying)
+
+
+@pytest.mark.parametrize("first", ["first_group_dead", "small_digits"])
+def test_the_sampler_is_checked_by_the_first_minibatch_that_learns(tmp_path, monkeypatch, first):
+    more = ("minibatches=4", "objective.kl=0", f'environment.functions=["tests.rl.rl_runs:{first}"]')
+    run(write_recipe(tmp_path, (*more, "steps=1"), out="honest"))
+    (record,) = [record for record in read_log(tmp_path / "honest") if "updates" in record]
+    assert record["updates"] == (3 if first == "first_group_dead" else 4)
+    assert record["sampler_drift"] < 1e-4
+    shifted_rollouts(monkeypatch)
+    with pytest.raises(ValueError, match=r"step 0: log-probabilities in training lie 0\.5 from"):
+        run(write_recipe(tmp_path, more))
+
+
+def test_a_drift_that_is_no_number_stops_the_run(tmp_path, monkeypatch):
+    real = rollouts.EngineRollouts._rollout
+
+    def broken(self, done):
+        rollout = real(self, done)
+        return rollouts.Rollout(**{**vars(rollout), "logprobs": [float("nan")] * len(rollout.logprobs)})
+
+    monkeypatch.setattr(rollouts.EngineRollouts, "_rollout", broken)
+    with pytest.raises(ValueError, match="log-probabilities in training lie nan from"):
+        run(write_recipe(tmp_path))
+
+
+def test_the_log_tells_of_every_update(tmp_path, monkeypatch):
+    """Means over all of a step's updates: only the first is on the policy that sampled."""
+    found, real = [], loop._gradient
+
+    def watched(session, part, sums):
+        alone = MetricSums()
+        norm = real(session, part, alone)
+        found.append(alone.means(session.world.sum))
+        for name, pair in alone.sums.items():
+            sums.sums[name] = sums.sums.get(name, 0) + pair
+        return norm
+
+    monkeypatch.setattr(loop, "_gradient", watched)
+    run(write_recipe(tmp_path, ("epochs=4", "optimizer.lr=0.01", "steps=1", "objective.clip_high=0.05")))
+    (record,) = [record for record in read_log(tmp_path / "run") if "updates" in record]
+    assert record["updates"] == len(found) == 4
+    for name in ("loss", "ratio", "ratio_drift", "clipped", "sampled_kl", "nll_loop2"):
+        assert record[name] == pytest.approx(sum(one[name] for one in found) / 4, abs=1e-6)
+    assert found[0]["clipped"] == 0 < record["clipped"]
+    assert record["sampler_drift"] == found[0]["ratio_drift"] < 1e-4 < record["ratio_drift"]
+
+
+def test_learned_loop_weights_are_as_exact_as_the_model(tmp_path):
+    run(write_recipe(tmp_path, ("precision=float64", "objective.loop_weights={kind: learned}", "steps=1")))
+    (record,) = [record for record in read_log(tmp_path / "run") if "updates" in record]
+    assert record["ratio_drift"] < 1e-12
+
+
+@pytest.mark.parametrize("questions", [3, 64])
+def test_an_evaluation_asks_every_question_once(tmp_path, questions):
+    recipe = write_recipe(tmp_path, ("steps=1", f"evaluation.questions={questions}", "evaluate_every=1"))
+    held_out = recipe.environment.num_questions("test")
+    assert 3 < held_out < 20
+    run(recipe)
+    (record,) = [record for record in read_log(tmp_path / "run") if "eval/questions" in record]
+    assert record["eval/questions"] == min(questions, held_out)
 
 
 def test_equal_rewards_move_nothing(tmp_path):
@@ -193,7 +278,7 @@ def test_later_updates_use_the_gate_that_sampled_and_are_clipped(tmp_path):
     run(write_recipe(tmp_path, more))
     (record,) = [record for record in read_log(tmp_path / "run") if "updates" in record]
     assert record["updates"] == 4
-    assert abs(record["ratio"] - 1) < 1e-4  # that of the first
+    assert abs(record["ratio"] - 1) < 1e-4  # no weight moves at this rate
 
 
 def test_simulated_exits_train_another_policy_and_say_so(tmp_path):
@@ -278,6 +363,7 @@ def _interrupt():
         ("objective.temperature=0.5", "differs from sampling.temperature=0.6"),
         ("parallel=fsdp", "take parallel: ddp"),
         ("sampling.depth={kind: early, family: nothing, threshold: 1}", "no depth policy 'nothing'"),
+        ("sampling.depth={kind: fixed, loops: 0}", "loops=0 must be at least 1"),
         ("nonsense=1", "unknown key 'nonsense'"),
     ],
 )

@@ -15,7 +15,7 @@ from torch.optim import AdamW, Muon
 
 from conftest import random_ids, tiny_model
 from looplm.training.adam import StableAdamW
-from looplm.training.eight_bit import eight_bit_adamw, plain_parts, whole_entries
+from looplm.training.eight_bit import compiling_in_one_line, eight_bit_adamw, plain_parts, whole_entries
 from looplm.training.optimizers import AdamWSettings, MuonSettings, OptimizerSettings, build_optimizers, check_groups
 
 SHAPES = {
@@ -140,6 +140,22 @@ def test_eight_bit_moments_step_like_adamw_in_a_quarter_of_the_bytes():
         assert again[name].dequantize().equal(eight.state[ours.weight][name].dequantize())
     with pytest.raises(ValueError, match="bits=32"):
         AdamWSettings(bits=8, eps=0.0)
+
+
+def test_without_a_compiler_a_compiled_step_says_in_one_line_what_it_needs(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    step = torch.compile(lambda moment: moment.sin() * 0.125 + 3)
+    message = (
+        r"^the step of optimizer.bits=8 cannot be compiled \(InvalidCxxCompiler[^\n]* takes a C\+\+ compiler[^\n]*$"
+    )
+    with (
+        torch._inductor.config.patch({"cpp.cxx": (None, str(tmp_path / "none"))}),
+        pytest.raises(ValueError, match=message),
+        compiling_in_one_line(),
+    ):
+        step(torch.zeros(7))
+    with pytest.raises(RuntimeError, match=r"^another$"), compiling_in_one_line():
+        raise RuntimeError("another")
 
 
 def test_a_left_out_a_doubled_and_a_strange_parameter_are_named():

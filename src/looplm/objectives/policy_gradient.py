@@ -39,7 +39,8 @@ class PolicyGradient:
 
     A token that left at loop e has log-probability L = log P^(e). Its ratio is exp(L - L_sampled), and that ratio's
     gradient is RLTT's: log P^(t) of the loops t <= e count by `loop_weights` instead of the last alone. With all weight
-    on the last this is GRPO. k3 = exp(d) - d - 1 with d = L_reference - L, whose gradient is that of L alone.
+    on the last this is GRPO. k3 = exp(d) - d - 1 with d = log P_reference^(e) - log P^(e), of the token and not of its
+    exit, and with no other loop's gradient.
 
     clip_low, clip_high: how far the ratio may leave 1 for its gradient to count; None is no bound (the paper clips not)
     kl: weight of k3 · temperature: that of the sampler, under which all log-probabilities are.
@@ -86,8 +87,8 @@ class PolicyGradient:
 
     def __call__(
         self, model: LoopLMForCausalLM, trace: Trace, batch: Batch, logits: Tensor | None = None
-    ) -> tuple[Tensor, Metrics]:  # fmt: skip
-        """The loss, and metrics as sums weighted by `batch["weights"]`.
+    ) -> tuple[Tensor, list[tuple[Metrics, Tensor]]]:  # fmt: skip
+        """The loss; metrics as sums weighted by `batch["weights"]`, each with the weight of the tokens it sums over.
 
         Args:
             trace: with the states of the loops that `needs` names, each token standing still after its exit, as
@@ -108,7 +109,7 @@ class PolicyGradient:
         given = [weights, mass, advantage, sampled, reference, left]
         loss, nll = token_loss(reading.hidden, model.lm_head.weight, targets, reading.read, self._of_tokens, given)
         with torch.no_grad():
-            return loss, self._metrics(nll, seen, reading.kept, given)
+            return loss, [(self._of_policy(nll[-1], given), mass.sum()), *_by_loop(nll, reading, mass)]
 
     def reading(self, model: LoopLMForCausalLM, trace: Trace, batch: Batch, logits: Tensor | None = None) -> Reading:
         """What is read of `trace`; the arguments as in a call."""
@@ -170,10 +171,10 @@ class PolicyGradient:
         assert trace.gate_logits is not None
         return exit_log_pdf(trace.gate_logits).flatten(0, 1).gather(-1, exits[:, None] - 1).squeeze(-1)
 
-    def _metrics(self, nll: Tensor, seen: Trajectories, kept: list[int], given: Sequence[Tensor]) -> Metrics:
-        """Means over tokens as weighted sums: how far the policy moved, and how sure every loop is."""
-        weights, mass, advantage, sampled, reference, left = given
-        drift = -nll[-1] + (left if self.learn_exits else 0) - sampled
+    def _of_policy(self, last: Tensor, given: Sequence[Tensor]) -> Metrics:
+        """How far the policy moved, of all tokens, whose nll [N] is `last`."""
+        _, mass, advantage, sampled, reference, left = given
+        drift = self._value(-last, -last, left) - sampled
         ratio = drift.exp()
         outside = torch.zeros_like(ratio, dtype=torch.bool)
         if self.clip_low is not None:
@@ -182,12 +183,24 @@ class PolicyGradient:
             outside |= (ratio > 1 + self.clip_high) & (advantage > 0)
         found = {"ratio": ratio, "ratio_drift": drift.abs(), "clipped": outside.to(mass), "sampled_kl": _k3(-drift)}
         if self.kl:
-            found["reference_kl"] = _k3(reference + nll[-1])
-        for row, loop in enumerate(kept):
-            here = seen.exits == loop
-            found[f"nll_loop{loop}"] = torch.where(here, nll[-1], nll[row] * (seen.exits > loop))
-            found[f"weight_loop{loop}"] = torch.where(here, weights[-1], weights[row] * (seen.exits > loop))
-        return {name: (values * mass).sum().detach() for name, values in found.items()}
+            found["reference_kl"] = _k3(reference + last)
+        return {name: (values * mass).sum() for name, values in found.items()}
+
+
+def _by_loop(nll: Tensor, reading: Reading, mass: Tensor) -> list[tuple[Metrics, Tensor]]:
+    """Of every loop, read or not, so that all processes name the same: its credit over all tokens, and how sure it is.
+
+    The latter is of the tokens that were read there: none that had left before, nor any that it has no credit for.
+    """
+    found: list[tuple[Metrics, Tensor]] = []
+    for loop in range(1, len(reading.seen.loop) + 1):
+        row = reading.kept.index(loop) if loop in reading.kept else 0
+        here, later = reading.seen.exits == loop, (reading.seen.exits > loop) & (loop in reading.kept)
+        weight = torch.where(here, reading.weights[-1], reading.weights[row] * later)
+        share = mass * (here | (reading.read[row] & later))
+        found.append(({f"weight_loop{loop}": (weight * mass).sum()}, mass.sum()))
+        found.append(({f"nll_loop{loop}": (torch.where(here, nll[-1], nll[row]) * share).sum()}, share.sum()))
+    return found
 
 
 def borrowed(value: Tensor, gradient: Tensor) -> Tensor:

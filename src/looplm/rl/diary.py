@@ -14,7 +14,7 @@ from looplm.rl.recipe import RLRecipe
 from looplm.rl.rollouts import merged_model
 from looplm.rl.signals import signals
 from looplm.training.distribution import World
-from looplm.training.logs import Log
+from looplm.training.logs import Log, forget_after
 
 _SAMPLES = "samples.jsonl"
 
@@ -22,16 +22,18 @@ _SAMPLES = "samples.jsonl"
 class Diary:
     """Writes `log.jsonl`, TensorBoard, and `samples.jsonl` under the run's folder; the same on every process.
 
-    reward: the mean of the last step.
+    start: steps done before; samples of later ones are those of a lost future · reward: the mean of the last step.
     """
 
     def __init__(
         self, recipe: RLRecipe, folder: Path, module: PolicyModule, tokenizer: PreTrainedTokenizerBase, loops: int,
-        world: World, log: Log,
+        world: World, log: Log, start: int,
     ) -> None:  # fmt: skip
         self.recipe, self.folder, self.module, self.tokenizer = recipe, folder, module, tokenizer
         self.loops, self.world, self.log = loops, world, log
         self.reward = float("nan")
+        if world.leads:
+            forget_after(folder / _SAMPLES, start)
 
     def step(self, step: int, experience: Experience, learnt: Mapping[str, float], more: Mapping[str, float]) -> None:
         """After `step` steps, the last of which learnt from `experience`."""
@@ -61,7 +63,7 @@ class Diary:
         tokens = sum(len(one.rollout.token_ids) for one in scored)
         sums = self._summed({
             "completions": len(scored), "marked": len(marks), "tokens": tokens, "groups": len(experience.groups),
-            "reward": sum(rewards), "squares": sum(reward**2 for reward in rewards), "mark": sum(marks),
+            "reward": sum(rewards), "squares": sum(reward * reward for reward in rewards), "mark": sum(marks),
             "truncated": sum(not one.rollout.finished for one in scored),
             "loops": sum(sum(one.rollout.loops) for one in scored),
             "surprise": -sum(sum(one.rollout.logprobs) for one in scored),

@@ -27,7 +27,15 @@ _TAG = "Reason step by step. Write the final answer, and it alone, between <answ
 
 
 class _Base:
-    """What environments without processes or counts of their own do."""
+    """What environments without a file, processes or counts of their own do."""
+
+    def num_questions(self, split: Split) -> int | None:
+        """How many questions a split has; None where there is no end of them."""
+        return None
+
+    def fingerprint(self) -> str:
+        """A hash of what decides the questions beside the recipe; empty where nothing does."""
+        return ""
 
     def drain_counts(self) -> dict[str, int]:
         """How many answers met which fate since the last call, for the log."""
@@ -35,6 +43,29 @@ class _Base:
 
     def close(self) -> None:
         """End what runs beside this process."""
+
+
+class _OfFile(_Base):
+    """What environments whose questions are a file's do."""
+
+    @cached_property
+    def _file(self) -> QuestionFile:
+        return self._read_file()
+
+    def _read_file(self) -> QuestionFile:
+        raise AssertionError("each says how it reads its file")
+
+    def question(self, seed: int, split: Split) -> Question:
+        """The question number `seed`, with what its reward needs as columns."""
+        return self._file.question(seed, split)
+
+    def num_questions(self, split: Split) -> int:
+        """How many questions a split has."""
+        return self._file.num_questions(split)
+
+    def fingerprint(self) -> str:
+        """A hash of the questions."""
+        return self._file.fingerprint()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +94,13 @@ class TaskEnvironment(_Base):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MathEnvironment(_Base):
+class MathEnvironment(_OfFile):
     r"""Problems of a .jsonl or .parquet file, a folder of them or "hub:owner/name"; the last box is marked, 1 or 0.
 
     A record has its `problem`, and either its `answer` or a worked `solution` whose last `\boxed{}` is the answer;
-    records without one are left out and counted. An answer that math-verify cannot read gives None, never a reward.
-    The question is `instruction`, an empty line and the problem: as one user turn if `chat`, else as text. `workers`
-    and `limit` (seconds an answer) are the grader's.
+    records without one, or with null or blanks for it, are left out and counted. An answer that math-verify cannot read
+    gives None, never a reward. The question is `instruction`, an empty line and the problem: as one user turn if
+    `chat`, else as text. `workers` and `limit` (seconds an answer) are the grader's.
     """
 
     __pydantic_config__: ClassVar = _FOR_RECIPES
@@ -97,17 +128,13 @@ class MathEnvironment(_Base):
     def _counts(self) -> Counter[str]:
         return Counter()
 
-    @cached_property
-    def _file(self) -> QuestionFile:
-        return QuestionFile(read_questions(self.path, self._read), self.held_out, self.seed, self.path)
+    def _read_file(self) -> QuestionFile:
+        needed = f"its records need '{self.problem}' and '{self.answer or self.solution}'"
+        return QuestionFile(read_questions(self.path, self._read, needed), self.held_out, self.seed, self.path)
 
     @cached_property
     def _grader(self) -> MathGrader:
         return MathGrader(self.workers, self.limit)
-
-    def question(self, seed: int, split: Split) -> Question:
-        """The problem number `seed`, its answer as the column `answer`."""
-        return self._file.question(seed, split)
 
     def reward(
         self, questions: Sequence[Question], texts: Sequence[str], token_ids: Sequence[Sequence[int]]
@@ -133,13 +160,15 @@ class MathEnvironment(_Base):
             self._counts["left_out"] += 1
             return None
         text = f"{self.instruction}\n\n{text_of(record, self.problem)}"
-        return Question(prompt=asked(text if self.chat else f"{text}\n\n", self.chat), columns={"answer": gold})
+        prompt = asked(text if self.chat else f"{text}\n\n", self.chat)
+        return Question(prompt=prompt, columns={"answer": gold}, where=record.where)
 
     def _gold(self, record: Record) -> str | None:
-        if self.answer is not None:
-            return text_of(record, self.answer).strip()
-        assert self.solution is not None
-        return last_boxed(text_of(record, self.solution))
+        field = self.answer or self.solution or ""
+        if record.values.get(field) is None:
+            return None
+        text = text_of(record, field)
+        return text.strip() if self.answer is not None else last_boxed(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,10 +217,14 @@ class GymEnvironment(_Base):
 
     def question(self, seed: int, split: Split) -> Question:
         """Question number `seed` of the split, round and round; its number in the data set is the column `number`."""
-        number = seed % self.held_out if split == "test" else self.held_out + seed % (self.size - self.held_out)
+        number = seed % self.num_questions(split) + (self.held_out if split == "train" else 0)
         instruction = {"box": BOX_INSTRUCTION, "tag": _TAG, "text": ""}[self.answer]
         text = f"{self._dataset[number]['question']}\n\n{instruction}".strip()
         return Question(prompt=asked(text if self.chat else f"{text}\n\n", self.chat), columns={"number": number})
+
+    def num_questions(self, split: Split) -> int:
+        """`held_out` of the test split, and the others."""
+        return self.held_out if split == "test" else self.size - self.held_out
 
     def reward(
         self, questions: Sequence[Question], texts: Sequence[str], token_ids: Sequence[Sequence[int]]
@@ -218,8 +251,10 @@ class GymEnvironment(_Base):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FunctionEnvironment(_Base):
+class FunctionEnvironment(_OfFile):
     """Prompts of a file and reward functions with TRL's signature, "package.module:function", summed by `weights`.
+
+    Modules of the current folder are found, too.
 
     A record has a `prompt`, text or turns of role and content; its other fields (None where it lacks one) are given to
     the functions by name: `fn(prompts=..., completions=..., completion_ids=..., **columns) -> list[float | None]`, None
@@ -243,9 +278,8 @@ class FunctionEnvironment(_Base):
         if self.weights is not None and len(self.weights) != len(self.functions):
             raise ValueError(f"{len(self.functions)} functions need as many weights, got {len(self.weights)}")
 
-    @cached_property
-    def _file(self) -> QuestionFile:
-        read = read_questions(self.path, self._read)
+    def _read_file(self) -> QuestionFile:
+        read = read_questions(self.path, self._read, f"its records need '{self.prompt}'")
         names = dict.fromkeys(name for question in read for name in question.columns)
         whole = (replace(each, columns={name: each.columns.get(name) for name in names}) for each in read)
         return QuestionFile(whole, self.held_out, self.seed, self.path)
@@ -253,10 +287,6 @@ class FunctionEnvironment(_Base):
     @cached_property
     def _functions(self) -> dict[str, RewardFunction]:
         return {name: load_reward_function(name) for name in self.functions}
-
-    def question(self, seed: int, split: Split) -> Question:
-        """The prompt number `seed`, with the other fields of its record."""
-        return self._file.question(seed, split)
 
     def reward(
         self, questions: Sequence[Question], texts: Sequence[str], token_ids: Sequence[Sequence[int]]
@@ -274,7 +304,7 @@ class FunctionEnvironment(_Base):
             raise ValueError(
                 f"{record.where}: a field must not be called '{taken[0]}', as the functions' own inputs are"
             )
-        return Question(prompt=prompt_of(record, self.prompt), columns=columns)
+        return Question(prompt=prompt_of(record, self.prompt), columns=columns, where=record.where)
 
 
 Environment = TaskEnvironment | MathEnvironment | GymEnvironment | FunctionEnvironment

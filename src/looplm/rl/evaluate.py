@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from looplm.data.chat import prompt_ids
 from looplm.engine import Engine, FixedLoops, SamplingParams
 from looplm.models import LoopLMForCausalLM
+from looplm.rl.collect import prompt_tokens
 from looplm.rl.environments import Environment
 from looplm.rl.recipe import RLRecipe, Sampling
 
@@ -28,10 +28,11 @@ def answers(
 ) -> list[Answer]:  # fmt: skip
     """Greedy answers of at most `max_tokens` at `loops` to the first questions of the test split, in their order.
 
-    Questions longer than `sampling.max_prompt` are left out.
+    A split of fewer `questions` is asked whole, and once. Those longer than `sampling.max_prompt` are left out.
     """
-    asked = [environment.question(number, "test") for number in range(questions)]
-    pairs = [(question, prompt_ids(tokenizer, question.prompt)) for question in asked]
+    numbers = range(questions)[: environment.num_questions("test")]
+    asked = [environment.question(number, "test") for number in numbers]
+    pairs = [(question, prompt_tokens(tokenizer, question)) for question in asked]
     pairs = [(question, tokens) for question, tokens in pairs if len(tokens) <= sampling.max_prompt]
     engine = Engine(
         model, tokenizer, depth=FixedLoops(loops), loops=loops, max_rows=sampling.max_rows,
@@ -50,7 +51,7 @@ def evaluate(
 ) -> dict[str, float]:  # fmt: skip
     """`eval/reward_loop{t}` and the mean length of answers `eval/length_loop{t}` for t in `loops`.
 
-    `eval/questions` counts those that are short enough, unmarked ones included, which no mean counts.
+    `eval/questions` counts those that were asked, unmarked ones included, which no mean counts.
     """
     found: dict[str, float] = {}
     for loop in loops:

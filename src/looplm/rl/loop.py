@@ -1,9 +1,10 @@
 """The flat loop of reinforcement learning: sample, mark, compare, then update; log, evaluate, save."""
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -56,37 +57,71 @@ class Session:
 def run_steps(
     session: Session, start: Progress, progress: StepProgress, save: Callable[[Progress], object]
 ) -> int:  # fmt: skip
-    """Train from where `start` stands to the last step; the number of steps done, fewer after an interrupt."""
-    recipe, live, done = session.recipe, session.live, start
+    """Train from where `start` stands to the last step; the number of steps done, fewer after an interrupt.
+
+    Raises:
+        ValueError: where the run must stop; what was reached is saved first.
+    """
+    recipe, done = session.recipe, start
     with interrupt_requested() as interrupted:
         while done.step < recipe.steps:
-            began = time.perf_counter()
-            factor = set_rates(live, recipe.schedule.factor(done.step, recipe.steps))
-            live.model.eval()
-            experience = session.collector.collect(done.step)
-            sampled = time.perf_counter()
-            live.model.train()
-            metrics = learn(session, experience, done.step)
-            session.collector.source.weights_changed()
-            done = replace(done, step=done.step + 1, guard=session.guard.state_dict())
-            if due(done.step, recipe.log_every, recipe.steps):
-                seconds = {"seconds_sampling": sampled - began, "seconds_learning": time.perf_counter() - sampled}
-                session.diary.step(done.step, experience, metrics, {"lr_factor": factor} | seconds)
-            if due(done.step, recipe.evaluate_every, recipe.steps):
-                session.diary.evaluation(done.step)
+            with _saved_on_failure(recipe, start, done, save):
+                done = _step(session, done)
             stop = bool(session.world.sum(torch.tensor(float(interrupted()))).item())
             if due(done.step, recipe.save_every, recipe.steps) or stop:
                 save(done)
+            if due(done.step, recipe.evaluate_every, recipe.steps):
+                with _saved_on_failure(recipe, start, done, save):
+                    session.world.each(partial(session.diary.evaluation, done.step))
             progress.advance(done.step, f"reward {session.diary.reward:.3f}")
             if stop:
                 break
     return done.step
 
 
+@contextmanager
+def _saved_on_failure(
+    recipe: RLRecipe, start: Progress, done: Progress, save: Callable[[Progress], object]
+) -> Generator[None]:  # fmt: skip
+    """Inside, what ends the run on every process ends it with the steps `done` saved, if it took any since `start`.
+
+    A step that fails between two of its updates leaves the former in what is saved.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if done.step == start.step:
+            raise
+        save(done)
+        raise ValueError(
+            f"{error}; step {done.step} is saved: the same command resumes, and init_from={recipe.out} starts from it"
+        ) from error
+
+
+def _step(session: Session, done: Progress) -> Progress:
+    """Sample, learn, tell; where the run stands then."""
+    recipe, live = session.recipe, session.live
+    began = time.perf_counter()
+    factor = set_rates(live, recipe.schedule.factor(done.step, recipe.steps))
+    live.model.eval()
+    experience = session.collector.collect(done.step)
+    sampled = time.perf_counter()
+    live.model.train()
+    metrics = learn(session, experience, done.step)
+    session.collector.source.weights_changed()
+    done = replace(done, step=done.step + 1, guard=session.guard.state_dict())
+    if due(done.step, recipe.log_every, recipe.steps):
+        seconds = {"seconds_sampling": sampled - began, "seconds_learning": time.perf_counter() - sampled}
+        session.diary.step(done.step, experience, metrics, {"lr_factor": factor} | seconds)
+    return done
+
+
 def learn(session: Session, experience: Experience, step: int) -> dict[str, float]:
-    """All updates on a step's completions; what they say of the policy, over all processes."""
-    recipe, sums, norms, taken = session.recipe, MetricSums(), [], 0
-    scored, cuts = experience.scored, recipe.minibatches
+    """All updates on a step's completions; what they say of the policy, over all of them and all processes.
+
+    `sampler_drift` is of the first alone: `ratio_drift` before any weight has moved.
+    """
+    scored, cuts = experience.scored, session.recipe.minibatches
     parts = [
         _prepared(
             session,
@@ -94,16 +129,16 @@ def learn(session: Session, experience: Experience, step: int) -> dict[str, floa
         )
         for part in range(cuts)
     ]
-    for epoch in range(recipe.epochs):
-        for index, part in enumerate(parts):
-            first = epoch == index == 0
-            norms.append(_gradient(session, part, sums if first else MetricSums()))
-            if first:
-                _refuse_drift(session, sums, step)
-            if part.rows and session.guard.admits(norms[-1], step):
-                update(session.live)
-                taken += 1
-    return sums.means(session.world.sum) | {"grad_norm": sum(norms) / len(norms), "updates": float(taken)}
+    sums, norms, drift, taken = MetricSums(), [], {}, 0
+    for part in [part for part in parts if part.rows] * session.recipe.epochs:
+        norms.append(_gradient(session, part, sums))
+        if not drift:
+            drift = {"sampler_drift": _accepted_drift(session, sums, step)}
+        if session.guard.admits(norms[-1], step):
+            update(session.live)
+            taken += 1
+    norm = sum(norms) / max(1, len(norms))
+    return sums.means(session.world.sum) | drift | {"grad_norm": norm, "updates": float(taken)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,13 +188,16 @@ def _gradient(session: Session, part: _Part, sums: MetricSums) -> float:
         with without_sync(session.wrapped, last=index == len(part.micro_batches) - 1):
             loss, found = session.wrapped(batch, session.loops)
             (loss * world.size).backward()  # the wrapper averages over processes; weights sum to 1 over all of them
-        sums.add({"loss": loss.detach(), **found}, batch["weights"].sum())
+        sums.add({"loss": loss.detach()}, batch["weights"].sum())
+        for metrics, mass in found:
+            sums.add(metrics, mass)
     complete_gradients(live)
     return float(whole(clip_grad_norm_(live.trained(), session.recipe.clip_norm)))
 
 
-def _refuse_drift(session: Session, sums: MetricSums, step: int) -> None:
-    """Stop where the policy that is trained is not the one that sampled."""
-    drift = sums.means(session.world.sum).get("ratio_drift", 0.0)
-    if session.recipe.simulated_exit is None and drift > session.recipe.max_drift:
+def _accepted_drift(session: Session, sums: MetricSums, step: int) -> float:
+    """How far the policy before its first update lies from the one that sampled; too far stops the run."""
+    drift = sums.means(session.world.sum)["ratio_drift"]
+    if session.recipe.simulated_exit is None and not drift <= session.recipe.max_drift:
         raise ValueError(f"step {step}: {drift_found(drift, session.recipe.max_drift)}")
+    return drift

@@ -22,10 +22,12 @@ class PolicyModule(TrainedModule):
         super().__init__(model, autocast)
         self.objective = objective
         learned = isinstance(objective.loop_weights, LearnedWeights)
-        self.loop_logits = nn.Parameter(objective.loop_weights.first_logits(loops)) if learned else None
+        # In the model's precision, since the objective computes in that of the weights.
+        logits = objective.loop_weights.first_logits(loops).to(model.dtype) if learned else None
+        self.loop_logits = None if logits is None else nn.Parameter(logits)
 
-    def forward(self, batch: Batch, loops: int) -> tuple[Tensor, Metrics]:
-        """The loss of a micro-batch, and its metrics as sums weighted by `batch["weights"]`."""
+    def forward(self, batch: Batch, loops: int) -> tuple[Tensor, list[tuple[Metrics, Tensor]]]:
+        """The loss of a micro-batch; its metrics as sums weighted by `batch["weights"]`, each with their weight."""
         with self.precision():
             trace = trajectories(self.model, batch, loops, self.objective)
             loss, metrics = self.objective(self.model, trace, batch, self.loop_logits)

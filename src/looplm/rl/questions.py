@@ -16,10 +16,14 @@ Prompt = str | list[Message]
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """`prompt` is text or the turns of a chat; `columns` are what else its reward needs, as TRL calls them."""
+    """`prompt` is text or the turns of a chat; `columns` are what else its reward needs, as TRL calls them.
+
+    where: it was read, for messages.
+    """
 
     prompt: Prompt
     columns: Mapping[str, Any]
+    where: str = ""
 
 
 class QuestionFile:
@@ -39,21 +43,33 @@ class QuestionFile:
         """The question number `seed`: each comes once in an epoch, in an order of the epoch's own."""
         questions = self._splits[split]
         if not questions:
-            hint = "; raise held_out" if split == "test" else ""
+            hint = "; raise environment.held_out" if split == "test" else "; lower environment.held_out"
             raise ValueError(f"'{self._where}' has no question of the {split} split{hint}")
         epoch, place = divmod(seed, len(questions))
         return questions[permute([place], len(questions), [self._seed, epoch])[0]]
 
+    def num_questions(self, split: Split) -> int:
+        """How many questions a split has."""
+        return len(self._splits[split])
 
-def read_questions(path: str, make: Callable[[Record], Question | None]) -> list[Question]:
+    def fingerprint(self) -> str:
+        """A hash of all questions, of what rewards read beside them, and of their order."""
+        found = hashlib.sha256()
+        for split, questions in self._splits.items():
+            for question in questions:
+                found.update(json.dumps([split, question.prompt, dict(question.columns)], default=str).encode() + b"\n")
+        return found.hexdigest()[:32]
+
+
+def read_questions(path: str, make: Callable[[Record], Question | None], needed: str) -> list[Question]:
     """The questions that `make` finds in the records of a file, a folder or "hub:owner/name"; None is left out.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is none, saying what is `needed`.
     """
     found = [question for question in map(make, read_records(path)) if question is not None]
     if not found:
-        raise ValueError(f"'{path}' holds no question that can be marked")
+        raise ValueError(f"'{path}' holds no question that can be marked; {needed}")
     return found
 
 
@@ -73,10 +89,12 @@ def prompt_of(record: Record, field: str) -> Prompt:
     """A prompt under a field: text, or turns of role and content.
 
     Raises:
-        ValueError: if it is anything else.
+        ValueError: if it is anything else, or empty.
     """
     value = value_of(record, field)
     if isinstance(value, str):
+        if not value:
+            raise ValueError(f"{record.where}: '{field}' is empty; give it text, or take the record out")
         return check_characters(record, value)
     turns = list(value) if isinstance(value, Sequence) else []
     if not turns or not all(isinstance(turn, Mapping) and _says(turn) for turn in turns):

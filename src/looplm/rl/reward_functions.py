@@ -3,7 +3,11 @@
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Sequence
+import os
+import sys
+import traceback
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from looplm.rl.questions import Message, Question, Split
@@ -11,6 +15,7 @@ from looplm.rl.questions import Message, Question, Split
 Rewards = list[float | None]
 RewardFunction = Callable[..., Sequence[float | None]]
 RESERVED = ("prompt", "prompts", "completion", "completions", "completion_ids")
+_MOST = 1e100  # of a reward, whose square is still a number
 
 
 class Asks(Protocol):
@@ -28,18 +33,16 @@ class Asks(Protocol):
 
 
 def load_reward_function(name: str) -> RewardFunction:
-    """The function that "package.module:function" names.
+    """The function that "package.module:function" names, of a module of the current folder, too.
 
     Raises:
-        ValueError: if it cannot be imported, or is no plain function.
+        ValueError: if it cannot be imported, whatever its module raises, or is no plain function.
     """
     module, colon, attribute = name.partition(":")
-    if not (module and colon and attribute):
+    if not (module and colon and attribute) or module.startswith("."):
         raise ValueError(f"'{name}' names no reward function; write package.module:function")
-    try:
+    with _in_one_line(name, "cannot be imported"), _from_here():
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"the reward function '{name}' cannot be imported: {error}") from error
     if not callable(found) or inspect.isclass(found) or inspect.iscoroutinefunction(found):
         raise ValueError(f"'{name}' is no plain function")
     return found
@@ -54,22 +57,28 @@ def call_reward_function(
     Completions of chats are given as lists of one assistant turn. Columns are those of the first question, as in TRL.
 
     Raises:
-        ValueError: if it returns another number of rewards, or an infinite one.
+        ValueError: if it raises anything, or returns what is no list of numbers, another number of them, or one beyond
+            1e100, whose square no float holds.
     """
-    columns = {
-        key: [question.columns[key] for question in questions] for key in (questions[0].columns if questions else ())
-    }
-    found = function(
-        prompts=[question.prompt for question in questions],
-        completions=[_completion(question, text) for question, text in zip(questions, texts, strict=True)],
-        completion_ids=[list(ids) for ids in token_ids],
-        **columns,
-    )
-    rewards = [None if reward is None or math.isnan(reward) else float(reward) for reward in found]
+    if not questions:
+        return []
+    columns = {key: [question.columns[key] for question in questions] for key in questions[0].columns}
+    with _in_one_line(name, "failed"):
+        found = function(
+            prompts=[question.prompt for question in questions],
+            completions=[_completion(question, text) for question, text in zip(questions, texts, strict=True)],
+            completion_ids=[list(ids) for ids in token_ids],
+            **columns,
+        )
+    with _in_one_line(name, "returned no list of numbers"):
+        if isinstance(found, Mapping | Set):
+            raise TypeError(f"a {type(found).__name__} is in no order of completions")
+        rewards = [None if reward is None or math.isnan(reward) else float(reward) for reward in found]
     if len(rewards) != len(questions):
         raise ValueError(f"the reward function '{name}' returned {len(rewards)} rewards for {len(questions)} answers")
-    if any(reward is not None and math.isinf(reward) for reward in rewards):
-        raise ValueError(f"the reward function '{name}' returned an infinite reward")
+    for reward in rewards:
+        if reward is not None and abs(reward) > _MOST:
+            raise ValueError(f"the reward function '{name}' returned {reward}; keep rewards within {_MOST:g}")
     return rewards
 
 
@@ -115,6 +124,31 @@ def as_dataset(environment: Asks, count: int, split: Split = "train", first: int
         ) from error
     questions = [environment.question(seed, split) for seed in range(first, first + count)]
     return Dataset.from_list([{"prompt": question.prompt, **question.columns} for question in questions])
+
+
+@contextmanager
+def _in_one_line(name: str, what: str) -> Generator[None]:
+    """Inside, whatever somebody's reward function raises says which one it was, and where in its own code."""
+    try:
+        yield
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        theirs = [frame for frame in frames if frame.filename not in (__file__, importlib.__file__)]
+        theirs = [frame for frame in theirs if not frame.filename.startswith("<")]
+        place = f" ({theirs[0].filename}:{theirs[0].lineno})" if theirs else ""
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"the reward function '{name}' {what}: {said}{place}") from error
+
+
+@contextmanager
+def _from_here() -> Generator[None]:
+    """Inside, modules of the current folder can be imported, as under `python -m`, however looplm was started."""
+    before, here = list(sys.path), os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path[:] = [place for place in sys.path if place != here or place in before]
 
 
 def _completion(question: Question, text: str) -> str | list[Message]:

@@ -22,9 +22,13 @@ class FixedRolloutDepth:
     kind: Literal["fixed"] = "fixed"
     loops: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.loops is not None and self.loops < 1:
+            raise ValueError(f"loops={self.loops} must be at least 1; null is the model's own count")
+
     def policy(self, loops: int) -> DepthPolicy:
         """For a model of so many loops."""
-        return FixedLoops(self.loops or loops)
+        return FixedLoops(loops if self.loops is None else self.loops)
 
 
 @dataclass(frozen=True, kw_only=True)

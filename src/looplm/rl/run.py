@@ -1,7 +1,7 @@
 """One run from recipe to checkpoint: build or resume, reinforce, leave a folder that says what was done."""
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch import nn
 from torch.optim import Optimizer
 
 from looplm.models import LoopLMForCausalLM, load
 from looplm.objectives.loop_weights import LearnedWeights
-from looplm.rl.collect import Collector
+from looplm.rl.collect import Collector, own_places
 from looplm.rl.diary import Diary
 from looplm.rl.loop import Session, run_steps
 from looplm.rl.module import PolicyModule
@@ -52,13 +53,15 @@ def reinforce(
     source: who samples, given the recipe and the model; this process's engine by default.
 
     Raises:
-        ValueError: if the folder belongs to another recipe, the checkpoint or the questions are unusable, or the policy
-            that is trained drifts from the one that sampled.
+        ValueError: if the folder belongs to another recipe, or the checkpoint, the questions or what marks them are
+            unusable; nothing is written then. If the run must stop later, since a reward fails or the policy that is
+            trained drifts from the one that sampled, what it reached is saved.
     """
     folder, world = Path(recipe.out), open_world()
     finished = finished_run(recipe, folder)
     if finished is not None:
         return finished
+    own_places(recipe.sampling.prompts, recipe.minibatches, world)
     with alone_in(folder, world):
         try:
             return _reinforce(recipe, folder, world, console or Console(stderr=True), title, source or engine_source)
@@ -83,36 +86,33 @@ def _reinforce(
 ) -> RunResult:  # fmt: skip
     refuse_another(folder, recipe)  # again, now that nobody else can claim it
     done = complete_checkpoints(folder / "checkpoints")
-    start = read_progress(done[-1]) if done else Progress()
-    opened = open_checkpoint(recipe, done[-1] if done else None, start.base)
-    objective = recipe.policy_gradient
-    objective.check_model(opened.model.config)
-    start = replace(start, base=start.base or _base(recipe))
+    resume = done[-1] if done else None
+    start = Progress() if resume is None else read_progress(resume)
+    opened = open_checkpoint(recipe, resume, start.base)
+    recipe.policy_gradient.check_model(opened.model.config)
+    rows = world.each(lambda: _same_questions(recipe, start.rows))
+    start = replace(start, base=opened.base or start.base or _base(recipe), rows=rows)
     reference = _reference(recipe, opened.model, start.base)
-    make_trainable(recipe, opened.model, done[-1] if done else None, objective.trains)
+    make_trainable(recipe, opened.model, resume, recipe.policy_gradient.trains)
     world.wait()  # nobody writes before everybody has looked
     own = opened.model.config.loops
     loops = most_loops(recipe.sampling.depth.policy(own), own)
-    autocast = torch.bfloat16 if recipe.precision == "bfloat16" else None
-    module = PolicyModule(opened.model, objective, loops, autocast)
-    wrapped = distribute(module, recipe.parallel, world)
-    optimizers = build_optimizers(
-        opened.model, recipe.optimizer, lambda name: is_trained(recipe, name, objective.trains)
-    )
-    _add_loop_logits(recipe, module, optimizers[-1])
-    live = Live(module=module, optimizers=optimizers, lora=recipe.lora)
+    module, wrapped, live = _built(recipe, opened.model, loops, world)
     seed_process(recipe.seed, start.step, world)
-    if done:
-        restore(done[-1], live, world)
+    if resume is not None:
+        restore(resume, live, world)
     guard = NonFiniteGuard(recipe.nonfinite)
     guard.load_state_dict(start.guard)
+    collector = world.each(
+        lambda: Collector(recipe, recipe.environment, opened.tokenizer, make_source(recipe, opened), world)
+    )
+    world.each(collector.check)
     world.led(lambda: claim(folder, recipe))
     log = RunLog(folder, start.step, console) if world.leads else SilentLog()
     session = Session(
         recipe=recipe, world=world, live=live, wrapped=wrapped, reference=reference, guard=guard, loops=loops,
-        collector=Collector(recipe, recipe.environment, opened.tokenizer, make_source(recipe, opened), world),
-        diary=Diary(recipe, folder, module, opened.tokenizer, loops, world, log),
-        pad=opened.tokenizer.pad_token_id or 0,
+        collector=collector, pad=opened.tokenizer.pad_token_id or 0,
+        diary=Diary(recipe, folder, module, opened.tokenizer, loops, world, log, start.step),
     )  # fmt: skip
     try:
         with StepProgress(title, recipe.steps, start.step, console if world.leads else Console(quiet=True)) as bar:
@@ -125,6 +125,30 @@ def _reinforce(
     finally:
         log.close()
     return RunResult(checkpoint=complete_checkpoints(folder / "checkpoints")[-1], step=step, steps=recipe.steps)
+
+
+def _built(
+    recipe: RLRecipe, model: LoopLMForCausalLM, loops: int, world: World
+) -> tuple[PolicyModule, nn.Module, Live]:  # fmt: skip
+    """The policy under its objective, itself and wrapped, and with its optimisers."""
+    objective = recipe.policy_gradient
+    autocast = torch.bfloat16 if recipe.precision == "bfloat16" else None
+    module = PolicyModule(model, objective, loops, autocast)
+    wrapped = distribute(module, recipe.parallel, world)
+    optimizers = build_optimizers(model, recipe.optimizer, lambda name: is_trained(recipe, name, objective.trains))
+    _add_loop_logits(recipe, module, optimizers[-1])
+    return module, wrapped, Live(module=module, optimizers=optimizers, lora=recipe.lora)
+
+
+def _same_questions(recipe: RLRecipe, before: Mapping[str, str]) -> dict[str, str]:
+    """The questions' fingerprint, which must be that from `before`, if the run has any."""
+    found = {"environment": recipe.environment.fingerprint()}
+    if before and before != found:
+        raise ValueError(
+            f"environment does not give the questions any more that the run in {recipe.out} learns from; put its file "
+            f"back, or start another out= with init_from={recipe.out}"
+        )
+    return found
 
 
 def _add_loop_logits(recipe: RLRecipe, module: PolicyModule, optimizer: Optimizer) -> None:

@@ -1,5 +1,6 @@
 """How sure every loop is of its tokens, and how far the gradient through it points the same way over a group."""
 
+import statistics
 from collections.abc import Sequence
 
 import torch
@@ -22,27 +23,29 @@ def signals(
 ) -> dict[str, float]:  # fmt: skip
     """Of one prompt's completions: `entropy_loop{t}` (nats a token) and `log_snr_loop{t}` of every loop t that counts.
 
-    The signal-to-noise ratio is that of RLTT's Table of gradients (arXiv 2602.10520): over the group's completions, the
-    squared norm of the mean gradient in a loop's logits over its total variance. A completion's gradient [V] is the
-    mean over its tokens of A w_t (onehot - P_t).
+    The entropy is that of the tokens which did the loop. The signal-to-noise ratio is that of RLTT's Table of gradients
+    (arXiv 2602.10520): over the group's completions, the squared norm of the mean gradient in a loop's logits over its
+    total variance. A completion's gradient [V] is the mean over its tokens of A w_t (onehot - P_t).
     """
     batch = {name: value.to(model.device) for name, value in padded(group, pad, full_keys).items()}
     trace = trajectories(model, batch, loops, objective)
     kept, shape = sorted(trace.states), batch["labels"].shape
     hidden = [rows.view(*shape, -1) for rows in hidden_rows(model, trace, kept)]
     weights = objective.seen(trace, batch, loop_logits, torch.float32).weights(objective.loop_weights).view(-1, *shape)
-    entropy, gradients = torch.zeros(len(kept)), torch.zeros(len(kept), len(group), model.config.vocab_size)
+    gradients = torch.zeros(len(kept), len(group), model.config.vocab_size)
+    entropies: dict[int, list[float]] = {loop: [] for loop in kept}
     for row, one in enumerate(group):
         places = (batch["labels"][row] != IGNORED).nonzero().squeeze(-1)
         targets = batch["labels"][row, places]
         for index, loop in enumerate(kept):
             logits = model.lm_head(hidden[index][row, places - 1]) / objective.temperature
             log_p = logits.float().log_softmax(-1)
-            entropy[index] += -(log_p.exp() * log_p).sum(-1).mean().cpu() / len(group)
+            entropy = -(log_p.exp() * log_p).sum(-1)
+            entropies[loop] += entropy[batch["exits"][row, places] >= loop].tolist()
             share = one.advantage * weights[loop - 1, row, places - 1] / len(places)
             gradient = -(share[:, None] * log_p.exp()).sum(0)
             gradients[index, row] = gradient.index_add(0, targets, share).cpu()
-    found = {f"entropy_loop{loop}": entropy[index].item() for index, loop in enumerate(kept)}
+    found = {f"entropy_loop{loop}": statistics.fmean(values) for loop, values in entropies.items() if values}
     for index, loop in enumerate(kept):
         if gradients[index].any():
             found[f"log_snr_loop{loop}"] = log_snr(gradients[index])

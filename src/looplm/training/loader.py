@@ -91,7 +91,7 @@ class _Steps:
     def __getitem__(self, planned: tuple[int, Dealt, dict[str, int]]) -> StepBatch:
         step, dealt, counts = planned
         spans = _spans(len(dealt), None if self.micro_rows is None else self.micro_rows * self.world)
-        micro_batches = [self._batch(step, dealt, _share(span, self.rank, self.world)) for span in spans]
+        micro_batches = [self._batch(step, dealt, share(span, self.rank, self.world)) for span in spans]
         return StepBatch(micro_batches=micro_batches, spans=spans, num_rows=len(dealt), counts=counts)
 
     def _batch(self, step: int, dealt: Dealt, own: range) -> Batch:
@@ -155,7 +155,7 @@ def _spans(num_rows: int, micro: int | None) -> list[range]:
     return [range(first, min(first + size, num_rows)) for first in range(0, num_rows, size)]
 
 
-def _share(span: range, rank: int, world: int) -> range:
+def share(span: range, rank: int, world: int) -> range:
     """This process's part of a span, as even as may be."""
     cuts = [span.start + len(span) * part // world for part in (rank, rank + 1)]
     return range(*cuts)

@@ -50,7 +50,7 @@ class RunLog:
         self.path = folder / _RECORDS
         self.printed: set[str] = set()
         self.active: dict[str, set[str]] = {}
-        for record in _forget_after(self.path, start):
+        for record in forget_after(self.path, start):
             if "of" in record:
                 active = self.active.setdefault(record["of"], set())
                 (active.discard if record["message"] == _OVER else active.add)(record["alarm"])
@@ -118,8 +118,8 @@ def clear_log(folder: Path) -> None:
     shutil.rmtree(folder / _BOARD, ignore_errors=True)
 
 
-def _forget_after(path: Path, start: int) -> list[dict[str, Any]]:
-    """The records up to `start`, which are all that the file keeps."""
+def forget_after(path: Path, start: int) -> list[dict[str, Any]]:
+    """The records of steps up to `start`, which are all that the file of JSON lines keeps, if there is one."""
     if not path.exists():
         return []
     kept = [record for record in map(_read, path.read_text().splitlines()) if record.get("step", math.inf) <= start]

@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 from looplm.training.checkpoints import Live, Progress
 from looplm.training.depth import DepthSchedule
 from looplm.training.distribution import World, without_sync
+from looplm.training.eight_bit import compiling_in_one_line
 from looplm.training.loader import StepBatch, StepLoader, step_weights
 from looplm.training.logs import Log, StepProgress
 from looplm.training.module import MetricSums, depth_groups
@@ -139,8 +140,9 @@ def admitted(session: Session, norm: float, done: Progress, saved: int, save: Ca
 
 def update(live: Live) -> None:
     """One step of every optimiser, and of what follows the weights."""
-    for optimizer in live.optimizers:
-        optimizer.step()
+    with compiling_in_one_line():
+        for optimizer in live.optimizers:
+            optimizer.step()
     if live.ema is not None:
         live.ema.update(live.model)
 

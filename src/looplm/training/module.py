@@ -34,6 +34,8 @@ class MetricSums:
     def means(self, sum_over_processes: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Each metric's mean over all that it was read on, if anything: a loop that few rows reached counts those."""
         names = sorted(self.sums)
+        if not names:
+            return {}
         table = sum_over_processes(torch.stack([self.sums[name] for name in names])).tolist()
         return {name: value / mass for name, (value, mass) in zip(names, table, strict=True) if mass}
 
