@@ -12,6 +12,7 @@ from tests.conftest import tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from looplm.engine import FixedLoops
+from looplm.evals import memo
 from looplm.evals.depths import Depth, exit_depth, fixed_depths
 from looplm.evals.harness import Protocol, evaluate
 from looplm.evals.lm import LoopLM, Reader
@@ -213,6 +214,27 @@ def test_answers_are_kept_under_their_settings_alone(tmp_path):
     assert len(Memo({"model": "a"}, tmp_path / "m.jsonl")._found) == kept.count("\n") - 2
     with pytest.raises(ValueError, match="holds answers under other settings"):
         Memo({"model": "b"}, tmp_path / "m.jsonl")
+
+
+def test_an_interrupt_loses_what_was_asked_last_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(memo, "_AT_ONCE", 3)
+
+    def answer(some):
+        if "g" in some:
+            raise KeyboardInterrupt
+        return [[one.upper(), len(one)] for one in some]
+
+    with pytest.raises(KeyboardInterrupt):
+        Memo({}, tmp_path / "m").answers(["1", "2"], list("abcdefg"), answer)
+    asked = []
+
+    def again(some):
+        asked.extend(some)
+        return [[one.upper(), len(one)] for one in some]
+
+    told = Memo({}, tmp_path / "m").answers(["1", "2"], list("abcdefgab"), again)
+    assert told == [[one.upper(), 1] for one in "abcdefgab"]
+    assert asked == ["g"]
 
 
 def test_a_depth_beyond_the_models_own_is_a_depth_too():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 Asked = TypeVar("Asked")
+_AT_ONCE = 1024  # requests that are asked together: what an interrupt may lose
 
 
 class Memo:
@@ -48,8 +49,9 @@ class Memo:
         """
         keys = [[_key(depth, request) for depth in depths] for request in requests]
         missing = {row[0]: number for number, row in enumerate(keys) if any(key not in self._found for key in row)}
-        chosen = list(missing.values())
-        if chosen:
+        numbers = list(missing.values())
+        for first in range(0, len(numbers), _AT_ONCE):
+            chosen = numbers[first : first + _AT_ONCE]
             told = answer([requests[number] for number in chosen])
             self._keep({k: v for n, row in zip(chosen, told, strict=True) for k, v in zip(keys[n], row, strict=True)})
         return [[self._found[key] for key in row] for row in keys]
