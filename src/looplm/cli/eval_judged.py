@@ -2,8 +2,9 @@
 
 import json
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +15,7 @@ from looplm.cli.tables import AsJson
 
 if TYPE_CHECKING:
     from looplm.evals.faithfulness import Faithfulness
+    from looplm.evals.probes import Curve
 
 _STRONGREJECT = "strongreject"
 
@@ -133,6 +135,16 @@ def _draw(found: "Faithfulness", folder: Path) -> None:
     typer.echo(f"drew into {folder}", err=True)
 
 
+def _probe_rows(curve: "Curve") -> list[dict[str, Any]]:
+    loops = [list(probes) for _, probes in groupby(curve.probes, lambda probe: probe.loop)]
+    return [
+        {"probes for": curve.target, "loop": best.loop, "best layer": best.layer, "ROC AUC": f"{best.auc:.3f}",
+         "95 %": f"{best.low:.3f} … {best.high:.3f}", "of the last layer": f"{probes[-1].auc:.3f}"}
+        for probes in loops
+        for best in [max(probes, key=lambda probe: probe.auc)]
+    ]  # fmt: skip
+
+
 def _print_faithful(found: "Faithfulness") -> None:
     agreement = found.agreement
     rows = [
@@ -143,12 +155,9 @@ def _print_faithful(found: "Faithfulness") -> None:
         )
     ]
     options.show(f"Answers to {agreement.items} pairs of {found.source} by loops, and the share that is equal:", rows)
-    probes = [
-        {"probes for": curve.target, "loop": probe.loop, "layer": probe.layer, "ROC AUC": f"{probe.auc:.3f}",
-         "95 %": f"{probe.low:.3f} … {probe.high:.3f}"}
-        for curve in found.curves
-        for probe in curve.probes
-    ]  # fmt: skip
-    options.show("How well the state after each visit of a layer foretells them:", probes)
+    options.show(
+        "How well states foretell them, by the best and the last layer of each loop (all layers: --out, --plots):",
+        [row for curve in found.curves for row in _probe_rows(curve)],
+    )
     for target, reason in found.unprobed.items():
         typer.echo(f"no probes for {target}: {reason}")

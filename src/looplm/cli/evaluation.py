@@ -34,11 +34,11 @@ class _RunByDefault(TyperGroup):
 
 evaluation = typer.Typer(
     cls=_RunByDefault, no_args_is_help=True, subcommand_metavar="MODEL --tasks ... | COMMAND ...",
-    help="""Evaluate a model at every depth.
-
-    `looplm eval MODEL --tasks arc_easy,gsm8k --loops 1,2,4 --exit q=0.5` scores lm-eval's tasks, at all depths from one
-    forward where the metric allows. Other evaluations are the commands below. Each prints a table, and writes its
-    result with --out FILE, which `compare` and `loops` read.""",
+    help="Evaluate a model at every depth.\n\n"
+    "`looplm eval MODEL --tasks arc_easy,gsm8k_cot --loops 1,2,4 --exit q=0.5` scores lm-eval's tasks, at all depths "
+    "from one forward where the metric allows; `looplm eval run --help` has its options. "
+    "The other evaluations are the commands below.\n\n"
+    "Each prints a table, and writes with --out FILE a result that `compare` and `loops` read.",
 )  # fmt: skip
 
 
@@ -112,9 +112,9 @@ def compare(
     """Compare two results item by item: differences, intervals, p, and what else differs between them."""
     from looplm.evals.compare import compare as paired
     from looplm.evals.compare import comparison_table
-    from looplm.evals.results import read_evaluation
+    from looplm.evals.results import read_evaluation, with_groups
 
-    first, second = read_evaluation(a), read_evaluation(b)
+    first, second = with_groups(read_evaluation(a)), with_groups(read_evaluation(b))
     rows = paired(first, second, tasks=options.pair("--tasks", tasks), depths=options.pair("--depths", depths))
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in rows]))
@@ -170,6 +170,15 @@ def loops(
         typer.echo(json.dumps(asdict(found)))
     else:
         _print_loops(found)
+
+
+@evaluation.command("smollm2")
+@one_line_errors
+def smollm2(folder: Annotated[Path, typer.Argument(help="The folder to write.", show_default=False)]) -> None:
+    """Write SmolLM2-135M-Instruct from its packages, a model worth evaluating, as a checkpoint."""
+    from looplm.evals.smollm2 import smollm2 as write
+
+    typer.echo(f"wrote {write(folder)}")
 
 
 def _print_loops(found: "LoopReport") -> None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from looplm.evals.compare import Comparison, compare
 from looplm.evals.depths import is_fixed
 from looplm.evals.loop_gains import CategoryGain, LossStep, Saturation, gain_by_category, loss_decreases, saturations
-from looplm.evals.results import Evaluation, Item
+from looplm.evals.results import Evaluation, Item, with_groups
 
 _RISING = ("right", "acc", "exact_match", "math_verify", "pass@", "rating", "roc_auc")  # more is better
 _LIKELIHOOD = "perplexity"  # so lm-eval calls an item's log-likelihood
@@ -120,19 +120,8 @@ def _groups(found: Evaluation) -> Groups:
 def _outer(found: Evaluation, groups: Groups) -> Evaluation:
     """Each group as one task."""
     inside = {member for members in groups.values() for member in members}
-    whole = {task: depths for task, depths in found.items.items() if task not in inside}
-    pooled = {name: _pooled(found, members) for name, members in groups.items()}
-    scores = [score for score in found.scores if score.task not in inside]
-    return replace(found, scores=scores, items={**whole, **pooled})
-
-
-def _pooled(found: Evaluation, members: Sequence[str]) -> dict[str, list[Item]]:
-    return {
-        depth: [
-            replace(item, id=f"{member} {item.id}") for member in members for item in found.items[member][depth]
-        ]
-        for depth in found.items[members[0]]
-    }  # fmt: skip
+    whole = {task: depths for task, depths in with_groups(found).items.items() if task not in inside}
+    return replace(found, scores=[score for score in found.scores if score.task not in inside], items=whole)
 
 
 def _has(depths: ByDepth, metric: str) -> bool:

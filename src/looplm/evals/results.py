@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,23 @@ def hashed_ids(texts: Iterable[str]) -> list[str]:
         seen[name] += 1
         names.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
     return names
+
+
+def with_groups(found: Evaluation) -> Evaluation:
+    """`found` with the items of every group of tasks ("mmlu") under its name, as those of one task more."""
+    groups = {
+        name: {
+            depth: [
+                replace(item, id=f"{member} {item.id}")
+                for member in members
+                for item in found.items[member].get(depth, ())
+            ]
+            for depth in found.items[members[0]]
+        }
+        for name, members in found.settings.get("groups", {}).items()
+        if all(member in found.items for member in members)
+    }
+    return replace(found, items={**found.items, **groups})
 
 
 def table(found: Evaluation) -> list[dict[str, str]]:

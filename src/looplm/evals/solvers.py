@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from looplm.engine import Completion, DepthPolicy, Engine, SamplingParams
+from looplm.engine import Completion, DepthPolicy, Engine, FixedLoops, SamplingParams
 from looplm.evals.asking import asked_ids, turn_ends
 from looplm.evals.progress import Advance, each_of, unheard
 from looplm.evals.prompts import Prompt
@@ -89,7 +89,8 @@ class EngineSolver:
             for seed in each
         ]
         tokens, params = zip(*asked, strict=True)
-        told = each_of(len(asked), f"answers at {depth}", self.advance)
+        where = f"loops={depth.loops}" if isinstance(depth, FixedLoops) else str(depth)
+        told = each_of(len(asked), f"answers at {where}", self.advance)
         done = iter(self.engine.generate(tokens, params, told=told, depth=depth))
         return [[_attempt(next(done)) for _ in each] for each in seeds]
 
