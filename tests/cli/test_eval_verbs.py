@@ -415,6 +415,7 @@ MISTAKES = [
     ("MODEL --tasks arc_easy --data DATA --kv some", "kv='some' is not known"),
     ("MODEL --tasks arc_easy --data DATA --dtype int", "dtype='int' is not a floating-point dtype"),
     ("MODEL --tasks arc_easy --data DATA --against GPT", "to compare compute with, name Qwen3-1.7B, Qwen3-4B or"),
+    ("MODEL --tasks ,", "name at least one task"),
     ("tasks --data /nowhere", "there is no folder /nowhere"),
     ("compare RESULT NEW", "there is no file"),
     ("compare RESULT TEXT", "is not a result of `looplm eval`"),

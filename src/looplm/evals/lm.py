@@ -84,12 +84,16 @@ class Reader:
             raise ValueError(f"{longest} tokens to generate leave no room in max_length={self.max_length}; lower them")
 
         def ask(some: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+            params = [SamplingParams(**request["params"], seed=self.seed + request["turn"]) for request in some]
+            prompts = [
+                request["prompt"][-(self.max_length - each.max_tokens) :]
+                for request, each in zip(some, params, strict=True)
+            ]
             engine = Engine(
                 self.model, self.tokenizer, depth=depth.policy, kv=self.kv, loops=depth.loops,
-                max_rows=self.batch_size, max_length=self.max_length, kv_bytes=2**40,
+                max_rows=min(self.batch_size, len(prompts)), kv_bytes=2**40,
+                max_length=max(len(prompt) + each.max_tokens for prompt, each in zip(prompts, params, strict=True)),
             )  # fmt: skip
-            prompts = [request["prompt"][-(self.max_length - request["params"]["max_tokens"]) :] for request in some]
-            params = [SamplingParams(**request["params"], seed=self.seed + request["turn"]) for request in some]
             told = each_of(len(prompts), f"completions at {depth.name}", self.advance)
             return [[_completion(done)] for done in engine.generate(prompts, params, told=told)]
 

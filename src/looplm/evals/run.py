@@ -43,7 +43,7 @@ def run_evaluation(model: ModelSettings, asked: TaskSettings, advance: Advance =
     Raises:
         ValueError: for an unknown task, missing data, a depth that the model cannot do, or an unusable checkpoint.
     """
-    tasks = offline_tasks(asked.tasks, asked.data, shots=asked.shots)
+    tasks = _tasks(asked)
     subject = open_subject(model)
     reader = _reader(subject, asked, advance)
     told = _told(subject, reader, asked, tasks)
@@ -64,7 +64,7 @@ def run_parity(
     Raises:
         ValueError: as `run_evaluation` and `parity` do.
     """
-    tasks = offline_tasks(asked.tasks, asked.data, shots=asked.shots)
+    tasks = _tasks(asked)
     subject = open_subject(model)
     reader = _reader(subject, asked, advance)
     rows = parity(reader, subject.folder, tasks, asked.protocol)
@@ -74,6 +74,12 @@ def run_parity(
         for depth, value in (("looplm", row.looplm), ("hf", row.hf), ("furthest answers", row.furthest))
     ]
     return rows, subject.result(Evaluation(settings=_told(subject, reader, asked, tasks), scores=scores))
+
+
+def _tasks(asked: TaskSettings) -> dict[str, Any]:
+    if not asked.tasks:
+        raise ValueError("name at least one task; `looplm eval tasks` lists them")
+    return offline_tasks(asked.tasks, asked.data, shots=asked.shots)
 
 
 def _reader(subject: Subject, asked: TaskSettings, advance: Advance) -> Reader:
