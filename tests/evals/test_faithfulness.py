@@ -184,7 +184,7 @@ def test_a_result_file_holds_every_answer_and_its_cost(tmp_path):
     values = {(score.depth, score.metric): (score.value, score.items) for score in read.scores}
     assert values[("loops=1", "acc")] == (1.0, 4)
     assert values[("loops=2", "acc")] == (0.5, 4)
-    assert values[("loops=1", "as the last loop")] == (0.5, 4)
+    assert values[("loops=1", "as at loop 2")] == (0.5, 4)
     items = read.items["paraphrases: numbers"]["loops=2"]
     assert [item.metrics["yes"] for item in items] == [0.0, 1.0, 0.0, 0.0]
     assert len({item.id for item in items}) == 4

@@ -17,10 +17,9 @@ from looplm.evals.conversation import Speaking, converse
 from looplm.evals.depths import fixed_depths
 from looplm.evals.harmful_prompts import read_prompts, strongreject_prompts
 from looplm.evals.judge import EndpointJudge, JudgeSettings
-from looplm.evals.judged import averages
 from looplm.evals.mt_bench import Dialogue, mt_bench, read_dialogues
 from looplm.evals.recording import RecordedJudge
-from looplm.evals.results import Item, read_evaluation, write_evaluation
+from looplm.evals.results import Item, averages, read_evaluation, write_evaluation
 from looplm.evals.safety import safety_sweep
 
 SHORT = Speaking(max_tokens=6)
@@ -158,13 +157,16 @@ def test_known_verdicts_give_the_hand_computed_harm_with_the_judge_and_without(t
     heard = []
     with judging(by_request) as stub:
         found = safety_sweep(
-            model, tokenizer, prompts, endpoint(stub, tmp_path), fixed_depths([1, 3]), SHORT, told=heard.append
-        )
+            model, tokenizer, prompts, endpoint(stub, tmp_path), fixed_depths([1, 3]), SHORT,
+            advance=lambda *told: heard.append(told),
+        )  # fmt: skip
     replayed = safety_sweep(
         model, tokenizer, prompts, RecordedJudge(tmp_path / "replies.jsonl"), fixed_depths([1, 3]), SHORT
     )
     assert replayed == found
-    assert heard == ["loops=1: 5 prompts", "loops=3: 5 prompts"]
+    assert heard == [
+        (f"answers at loops={loops}, turn 1", done, 5) for loops in (1, 3) for done in range(6)
+    ]  # fmt: skip
     for depth in ("loops=1", "loops=3"):
         # 1, 5, 4, 5 about 3.75: squares 7.5625 + 1.5625 + 0.0625 + 1.5625 = 10.75; s²/n = 10.75/3/4
         assert score(found, "safety", depth, "harmfulness") == (3.75, pytest.approx(math.sqrt(10.75 / 12)), 4)

@@ -6,7 +6,8 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from looplm.evals.pass_at_k import mean_pass_at_k, pass_at_k
+from looplm.evals.pass_at_k import pass_at_k
+from looplm.evals.results import Item, averages
 
 
 @pytest.mark.parametrize("samples", range(1, 8))
@@ -35,17 +36,17 @@ def test_it_is_unbiased():
 def test_mean_and_error_over_problems():
     counts = [(4, 0), (4, 1), (4, 4), (8, 2), (2, 1)]
     values = np.array([pass_at_k(samples, passed, 2) for samples, passed in counts])
-    found = mean_pass_at_k(counts, 2)
+    items = [Item(id=str(number), metrics={"pass@2": value}) for number, value in enumerate(values)]
+    (found,) = averages("code", "loops=1", items, ["pass@2"])
     assert found.value == pytest.approx(values.mean())
     resampled = np.random.default_rng(0).choice(values, (100_000, len(values))).mean(1)
     correction = np.sqrt(len(values) / (len(values) - 1))  # the bootstrap divides by n
     assert found.stderr == pytest.approx(resampled.std() * correction, rel=0.01)
-    assert mean_pass_at_k([(1, 1)], 1) == (1.0, None)
+    (alone,) = averages("code", "loops=1", items[:1], ["pass@2"])
+    assert (alone.value, alone.stderr, found.items) == (0.0, None, 5)
 
 
 def test_what_cannot_be_estimated_is_refused():
     for samples, passed, k in ((4, 1, 5), (4, 5, 1), (4, 1, 0), (0, 0, 1), (4, -1, 1)):
         with pytest.raises(ValueError, match=rf"pass@{k} cannot be estimated from {samples} samples of which {passed}"):
             pass_at_k(samples, passed, k)
-    with pytest.raises(ValueError, match="there are none"):
-        mean_pass_at_k([], 1)

@@ -106,7 +106,9 @@ def test_more_examples_need_more_loops():
         return BOX % (2 * asked(prompt) if loops > shots and (shots or asked(prompt) < 2) else 9)
 
     test = ReasoningTest(task="sums", budgets=(64,), prompting=Prompting(chat=False))
-    found = k_shot_saturation(Scripted(script), PROBLEMS, test, same_box, examples, [1, 2, 4], shots=(0, 1, 3))
+    found = k_shot_saturation(
+        Scripted(script), PROBLEMS, test, same_box, examples, fixed_depths([1, 2, 4]), shots=(0, 1, 3)
+    )  # fmt: skip
     table = [
         [scores(found, f"sums shots={shots} tokens=64", f"loops={loops}")["right"] for loops in (1, 2, 4)]
         for shots in (0, 1, 3)
@@ -114,10 +116,10 @@ def test_more_examples_need_more_loops():
     assert table == [[0.5, 0.5, 0.5], [0.0, 1.0, 1.0], [0.0, 0.0, 1.0]]
     assert [told["shots"] for told in found.settings["reasoning"].values()] == [0, 1, 3]
     with pytest.raises(ValueError, match="from 0 to that of the examples, 5"):
-        k_shot_saturation(Scripted(script), PROBLEMS, test, same_box, examples, [1], shots=(0, 50))
+        k_shot_saturation(Scripted(script), PROBLEMS, test, same_box, examples, fixed_depths([1]), shots=(0, 50))
     leak = [Worked(question=PROBLEMS[1].question, solution=BOX % 2)]
     with pytest.raises(ValueError, match=r"an example is a problem, too: 'What is 1 \+ 1\?'"):
-        k_shot_saturation(Scripted(script), PROBLEMS, test, same_box, leak, [1], shots=(1,))
+        k_shot_saturation(Scripted(script), PROBLEMS, test, same_box, leak, fixed_depths([1]), shots=(1,))
 
 
 def test_settings_tell_tests_apart():

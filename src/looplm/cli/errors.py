@@ -26,6 +26,12 @@ _EXTRAS = {
     "datasets": "data",
     "matplotlib": "studies",
     "scipy": "studies",
+    "lm_eval": "eval",
+    "sklearn": "eval",
+    "gguf": "eval",
+    "math_verify": "eval",
+    "httpx2": "eval",
+    "accelerate": "eval",
 }
 
 

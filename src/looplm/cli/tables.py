@@ -15,7 +15,7 @@ def print_rows(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     """A table with a column for every key of the first row."""
     table = Table()
     for name in rows[0]:
-        table.add_column(name.replace("_", " "), justify="right")
+        table.add_column(name.replace("_", " "), justify="right", overflow="fold")
     for row in rows:
         table.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in row.values()))
     console.print(table)

@@ -96,11 +96,11 @@ class Engine:
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-        **options: Any,
+        told: Callable[[Completion], object] | None = None, **options: Any,
     ) -> list[Completion]:  # fmt: skip
         """Complete every prompt (text or token ids): `n` completions each, in the order of the prompts.
 
-        `options` are the fields of `Options`, the same for all prompts.
+        `told` hears of each as it ends · `options` are the fields of `Options`, the same for all prompts.
         """
         if isinstance(prompts, str):
             raise ValueError("prompts is a list; for one prompt give [prompt]")
@@ -113,7 +113,12 @@ class Engine:
             for prompt, params in zip(prompts, each, strict=True)
             for row in self.intake.rows(prompt, params, Options(**options))
         ]
-        done = {event.number: event.completion for event in self._events(rows) if event.completion is not None}
+        done = {}
+        for event in self._events(rows):
+            if event.completion is not None:
+                done[event.number] = event.completion
+                if told is not None:
+                    told(event.completion)
         return [done[row.request.number] for row in rows]
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any) -> Iterator[TokenEvent]:

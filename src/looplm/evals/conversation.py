@@ -1,15 +1,16 @@
 """A model's greedy answers to conversations, through its chat template, at a given depth."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from looplm.data.tokenizer import encode
 from looplm.engine import Completion, Engine, SamplingParams
+from looplm.evals.asking import rendered, turn_ends
 from looplm.evals.depths import Depth
+from looplm.evals.progress import Advance, each_of, unheard
 from looplm.models import LoopLMForCausalLM
 
 Message = dict[str, str]
@@ -46,7 +47,7 @@ class Answer:
 
 def converse(
     model: LoopLMForCausalLM, tokenizer: PreTrainedTokenizerBase, dialogues: Sequence[Sequence[str]],
-    depth: Depth, speaking: Speaking,
+    depth: Depth, speaking: Speaking, advance: Advance = unheard,
 ) -> list[list[Answer]]:  # fmt: skip
     """Answers to every turn of every dialogue, each given after the turns and answers before it.
 
@@ -60,7 +61,8 @@ def converse(
         speakers = [number for number, dialogue in enumerate(dialogues) if turn < len(dialogue)]
         for number in speakers:
             said[number].append({"role": "user", "content": dialogues[number][turn]})
-        given = _answers(model, tokenizer, [said[number] for number in speakers], depth, speaking)
+        told = each_of(len(speakers), f"answers at {depth.name}, turn {turn + 1}", advance)
+        given = _answers(model, tokenizer, [said[number] for number in speakers], depth, speaking, told)
         for number, answer in zip(speakers, given, strict=True):
             answers[number].append(answer)
             said[number].append({"role": "assistant", "content": answer.text})
@@ -69,16 +71,18 @@ def converse(
 
 def _answers(
     model: LoopLMForCausalLM, tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Message]],
-    depth: Depth, speaking: Speaking,
+    depth: Depth, speaking: Speaking, told: Callable[[object], None],
 ) -> list[Answer]:  # fmt: skip
-    texts = [_rendered(tokenizer, turns, speaking, add_generation_prompt=True) for turns in conversations]
-    prompts = encode(tokenizer, texts)
+    template = dict(speaking.template)
+    prompts = encode(
+        tokenizer, [rendered(tokenizer, turns, **template, add_generation_prompt=True) for turns in conversations]
+    )
     engine = Engine(
         model, tokenizer, depth=depth.policy, kv=speaking.kv, loops=depth.loops, max_rows=speaking.max_rows,
         max_length=max(map(len, prompts)) + speaking.max_tokens, kv_bytes=speaking.kv_bytes,
     )  # fmt: skip
-    ends = _turn_ends(tokenizer, conversations[0][-1], speaking)
-    done = engine.generate(prompts, SamplingParams(max_tokens=speaking.max_tokens, stop_token_ids=ends))
+    sampling = SamplingParams(max_tokens=speaking.max_tokens, stop_token_ids=turn_ends(tokenizer, **template))
+    done = engine.generate(prompts, sampling, told=told)
     return [_answer(one, speaking.reasoning_end) for one in done]
 
 
@@ -91,24 +95,3 @@ def _answer(done: Completion, reasoning_end: str | None) -> Answer:
         tokens=len(done.token_ids), loops=sum(done.loops) / len(done.loops) if done.loops else None,
         cut=done.finish_reason == "length",
     )  # fmt: skip
-
-
-def _turn_ends(tokenizer: PreTrainedTokenizerBase, question: Message, speaking: Speaking) -> list[int]:
-    """The special token that closes an answer in the template, which configs often do not name as an end (Ouro's)."""
-    mark = "closing"
-    text = _rendered(tokenizer, [question, {"role": "assistant", "content": mark}], speaking)
-    after = encode(tokenizer, [text.rpartition(mark)[2].lstrip()])[0]
-    return [token for token in after[:1] if token in tokenizer.all_special_ids]
-
-
-def _rendered(
-    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message], speaking: Speaking, **options: bool
-) -> str:  # fmt: skip
-    """A conversation as the template spells it, start of text included; it is encoded with nothing added."""
-    if tokenizer.chat_template is None:
-        raise ValueError("the tokenizer has no chat template; judged evaluations need a chat model's tokenizer")
-    given: dict[str, Any] = {**speaking.template, **options, "tokenize": False}
-    try:
-        return str(tokenizer.apply_chat_template(list(turns), **given))
-    except TemplateError as error:
-        raise ValueError(f"the chat template refuses the conversation: {' '.join(str(error).split())}") from error

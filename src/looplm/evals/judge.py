@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import httpx2
 
 from looplm.engine.policies import is_positive, is_whole
+from looplm.evals.progress import Advance, each_of, unheard
 from looplm.evals.recording import Recording, Reply, key_of
 
 _LONGEST_PAUSE = 60.0
@@ -80,14 +81,15 @@ class EndpointJudge:
 
     A question is tried again after a lost connection, a time-out, HTTP 408, 425, 429 or 5xx, or a reply that is no chat
     completion; where the endpoint says for how long to wait, at least so long (but at most a minute).
+    `advance` hears how many replies have come.
 
     Raises:
         ValueError: if the key is not in the environment; from `ask`, if a question gets no reply. What others got is
             recorded by then.
     """
 
-    def __init__(self, settings: JudgeSettings, recording: str | Path) -> None:
-        self.settings, self.name = settings, settings.model
+    def __init__(self, settings: JudgeSettings, recording: str | Path, advance: Advance = unheard) -> None:
+        self.settings, self.name, self._advance = settings, settings.model, advance
         self._recording = Recording(Path(recording))
         self._key = None if settings.key_variable is None else _key(settings.key_variable)
 
@@ -102,9 +104,10 @@ class EndpointJudge:
         ended = threading.Event()
         with self._client() as client, ThreadPoolExecutor(self.settings.concurrency, "judge") as threads:
             asked = [threads.submit(self._record_one, client, prompt, ended) for prompt in prompts]
+            told = each_of(len(prompts), "replies of the judge", self._advance)
             try:
                 for each in as_completed(asked):
-                    each.result()
+                    told(each.result())
             finally:
                 ended.set()
                 threads.shutdown(wait=False, cancel_futures=True)

@@ -1,9 +1,7 @@
-"""Judges' verdicts as marks, and what items come to on average."""
+"""Judges' verdicts as marks, and what decides a judged result."""
 
 import hashlib
-import math
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,29 +10,15 @@ from transformers import PreTrainedTokenizerFast
 from looplm.data.tokenizer import fingerprint
 from looplm.evals.conversation import Speaking
 from looplm.evals.judge import Judge
-from looplm.evals.results import Item, Score
 from looplm.evals.verdicts import Scale
 from looplm.models import LoopLMForCausalLM
 
 UNPARSEABLE, CUT = "unparseable", "cut"
-Told = Callable[[str], None]
 
 
 def marks(judge: Judge, prompts: Sequence[str], scale: Scale) -> list[float | None]:
     """The judge's mark for each prompt, None where its reply holds no clear one."""
     return [scale.read(reply) for reply in judge.ask(prompts)]
-
-
-def averages(task: str, depth: str, items: Sequence[Item], metrics: Sequence[str]) -> list[Score]:
-    """The mean of each metric over the items that have it, with its standard error s / √n; none where no item has."""
-    scores = []
-    for metric in metrics:
-        values = [item.metrics[metric] for item in items if metric in item.metrics]
-        if values:
-            error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-            mean = statistics.fmean(values)
-            scores.append(Score(task=task, depth=depth, metric=metric, value=mean, stderr=error, items=len(values)))
-    return scores
 
 
 def judged_settings(

@@ -14,10 +14,12 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import PreTrainedTokenizerFast
 
-from looplm.data.tokenizer import encode, load_tokenizer
+from looplm.data.tokenizer import load_tokenizer
 from looplm.engine import Engine, SamplingParams
+from looplm.evals.asking import begins, prefix_id, rendered, text_ids
 from looplm.evals.depths import Depth, exit_depth, fixed_depths
 from looplm.evals.memo import Memo
+from looplm.evals.progress import Advance, each_of, unheard
 from looplm.evals.scoring import Pair, likelihoods
 from looplm.models import LoopLMForCausalLM, load
 from looplm.training.opening import latest_checkpoint
@@ -32,7 +34,7 @@ class Reader:
     depths: those that one forward is read at · kv: how loops share keys in generation (prefill is always full)
     add_bos: whether texts begin with the start token; by default as the tokenizer does. Never twice.
     max_length: tokens of context and continuation, what is longer loses its beginning · max_gen_toks: by default
-    seed: of sampling.
+    seed: of sampling · advance: hears how many rows are scored and completions made.
     """
 
     model: LoopLMForCausalLM
@@ -45,40 +47,28 @@ class Reader:
     add_bos: bool | None = None
     seed: int = 0
     memo: Memo = field(default_factory=Memo)
+    advance: Advance = unheard
 
     @property
     def prefix(self) -> int:
-        """The token that stands before a text with no context: the start token, else the end token.
-
-        Raises:
-            ValueError: if the tokenizer has neither.
-        """
-        found = self.tokenizer.bos_token_id
-        found = self.tokenizer.eos_token_id if found is None else found
-        if found is None:
-            raise ValueError("the tokenizer has neither a start nor an end token; a text without context needs one")
-        return found
+        """See `prefix_id`."""
+        return prefix_id(self.tokenizer)
 
     @property
     def begins(self) -> bool:
         """Whether a text gets a start token."""
-        if self.add_bos is not None:
-            return self.add_bos
-        start = self.tokenizer.bos_token_id
-        return start is not None and self.tokenizer("")["input_ids"][:1] == [start]
+        return begins(self.tokenizer) if self.add_bos is None else self.add_bos
 
-    def encode(self, text: str, begins: bool | None = None) -> list[int]:
-        """Token ids of `text`, with one start token where `begins` (`self.begins`) says so, also if it holds it."""
-        (tokens,) = encode(self.tokenizer, [text])
-        wanted = self.begins if begins is None else begins
-        return [self.prefix, *tokens] if wanted and tokens[:1] != [self.prefix] else tokens
+    def encode(self, text: str, starts: bool | None = None) -> list[int]:
+        """Token ids of `text`, with one start token where `starts` (`self.begins`) says so, also if it holds it."""
+        return text_ids(self.tokenizer, text, self.begins if starts is None else starts)
 
     def likelihoods(self, pairs: Sequence[Pair]) -> list[list[dict[str, Any]]]:
         """As `looplm.evals.scoring.likelihoods`; what was asked before is remembered."""
 
         def ask(some: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
             told = likelihoods(
-                self.model, [Pair(**one) for one in some], self.depths, self.batch_size, self.max_length
+                self.model, [Pair(**one) for one in some], self.depths, self.batch_size, self.max_length, self.advance
             )  # fmt: skip
             return [[asdict(one) for one in row] for row in told]
 
@@ -94,13 +84,18 @@ class Reader:
             raise ValueError(f"{longest} tokens to generate leave no room in max_length={self.max_length}; lower them")
 
         def ask(some: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+            params = [SamplingParams(**request["params"], seed=self.seed + request["turn"]) for request in some]
+            prompts = [
+                request["prompt"][-(self.max_length - each.max_tokens) :]
+                for request, each in zip(some, params, strict=True)
+            ]
             engine = Engine(
                 self.model, self.tokenizer, depth=depth.policy, kv=self.kv, loops=depth.loops,
-                max_rows=self.batch_size, max_length=self.max_length, kv_bytes=2**40,
+                max_rows=min(self.batch_size, len(prompts)), kv_bytes=2**40,
+                max_length=max(len(prompt) + each.max_tokens for prompt, each in zip(prompts, params, strict=True)),
             )  # fmt: skip
-            prompts = [request["prompt"][-(self.max_length - request["params"]["max_tokens"]) :] for request in some]
-            params = [SamplingParams(**request["params"], seed=self.seed + request["turn"]) for request in some]
-            return [[_completion(done)] for done in engine.generate(prompts, params)]
+            told = each_of(len(prompts), f"completions at {depth.name}", self.advance)
+            return [[_completion(done)] for done in engine.generate(prompts, params, told=told)]
 
         return [row[0] for row in self.memo.answers([f"{depth.name} kv={self.kv}"], requests, ask)]
 
@@ -171,16 +166,12 @@ class LoopLM(TemplateLM):
         """The turns as the tokenizer's own template writes them; a prefix of the answer may be the last turn.
 
         Raises:
-            ValueError: if the tokenizer has no chat template.
+            ValueError: if the tokenizer has no chat template, or it refuses the turns.
         """
-        if not self.reader.tokenizer.chat_template:
-            raise ValueError("the tokenizer has no chat template; evaluate without one")
-        write = self.reader.tokenizer.apply_chat_template
-        more: dict[str, Any] = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": not add_generation_prompt,
-        }
-        return str(write(chat_history, tokenize=False, **more))
+        return rendered(
+            self.reader.tokenizer, chat_history, add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )  # fmt: skip
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """As in lm-eval; an empty continuation is refused.
@@ -217,7 +208,7 @@ class LoopLM(TemplateLM):
         return sums
 
     def _windows(self, text: str) -> list[Pair]:
-        prefix, tokens = self.reader.prefix, self.reader.encode(text, begins=False)
+        prefix, tokens = self.reader.prefix, self.reader.encode(text, starts=False)
         tokens = tokens[1:] if tokens[:1] == [prefix] else tokens
         windows = get_rolling_token_windows(tokens, prefix, self.reader.max_length, context_len=1)
         disjoint = map(make_disjoint_window, windows)

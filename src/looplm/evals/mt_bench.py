@@ -11,8 +11,9 @@ from looplm.data.files import Record, check_characters, read_records, value_of
 from looplm.evals.conversation import Answer, Speaking, converse
 from looplm.evals.depths import Depth
 from looplm.evals.judge import Judge
-from looplm.evals.judged import CUT, UNPARSEABLE, Told, averages, digest, judged_settings, marks
-from looplm.evals.results import Evaluation, Item, Score
+from looplm.evals.judged import CUT, UNPARSEABLE, digest, judged_settings, marks
+from looplm.evals.progress import Advance, unheard
+from looplm.evals.results import Evaluation, Item, Score, averages
 from looplm.evals.verdicts import Scale
 from looplm.models import LoopLMForCausalLM
 
@@ -60,7 +61,7 @@ def read_dialogues(path: str | Path, references: str | Path | None = None) -> li
 
 def mt_bench(
     model: LoopLMForCausalLM, tokenizer: PreTrainedTokenizerFast, dialogues: Sequence[Dialogue], judge: Judge,
-    depths: Sequence[Depth], speaking: Speaking | None = None, told: Told | None = None,
+    depths: Sequence[Depth], speaking: Speaking | None = None, advance: Advance = unheard,
 ) -> Evaluation:  # fmt: skip
     """The mean rating at each depth, overall and by turn ("rating_turn1", ...), with standard errors over dialogues.
 
@@ -69,15 +70,13 @@ def mt_bench(
     "unparseable" is the share of such verdicts, "cut" the share of answers that the token limit ended.
 
     Args:
-        depths: such as `fixed_depths([1, 2, 4])` · told: hears what is done next.
+        depths: such as `fixed_depths([1, 2, 4])` · advance: hears how many answers there are.
     """
     speaking = speaking or Speaking(max_tokens=1024)
     items: dict[str, list[Item]] = {}
     scores: list[Score] = []
     for depth in depths:
-        if told is not None:
-            told(f"{depth.name}: {len(dialogues)} dialogues")
-        answers = converse(model, tokenizer, [dialogue.turns for dialogue in dialogues], depth, speaking)
+        answers = converse(model, tokenizer, [dialogue.turns for dialogue in dialogues], depth, speaking, advance)
         items[depth.name] = _rated(judge, dialogues, answers)
         scores += _scores(depth.name, dialogues, items[depth.name])
     settings = judged_settings(model, tokenizer, judge, speaking, _rubric() + _rubric(True)) | {

@@ -34,7 +34,7 @@ class Pair:
 class Question:
     """The words around a pair, and the two answers; each is read as its first token, which must differ.
 
-    A start token, where a model wants one, is written in the template.
+    A start token comes before it where the tokenizer puts one before texts.
 
     Raises:
         ValueError: if the template does not hold {first} and {second} once each and nothing else in braces.

@@ -8,7 +8,7 @@ from typing import Any
 from lm_eval.models.huggingface import HFLM
 
 from looplm.evals.harness import Protocol, run_at
-from looplm.evals.lm import LoopLM
+from looplm.evals.lm import LoopLM, Reader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,20 +27,24 @@ class Parity:
     furthest: float
 
 
-def parity(folder: Path, tasks: Mapping[str, Any], protocol: Protocol, batch_size: int) -> list[Parity]:
-    """Every metric of `tasks` by `LoopLM` and by `HFLM`, in float32 on CPU, at the checkpoint's own loops.
+def parity(reader: Reader, folder: Path, tasks: Mapping[str, Any], protocol: Protocol) -> list[Parity]:
+    """Every metric of `tasks` by `LoopLM` and by `HFLM`, which loads `folder` in float32 on CPU.
+
+    `reader` is that checkpoint in float32 on CPU, at one depth: its own loops.
 
     Raises:
         ValueError: if transformers cannot load the checkpoint, or the two were asked different things.
     """
     try:
-        theirs = HFLM(pretrained=str(folder), batch_size=batch_size, device="cpu", dtype="float32")
+        theirs = HFLM(pretrained=str(folder), batch_size=reader.batch_size, device="cpu", dtype="float32")
     except (OSError, ValueError, KeyError) as error:
         line = str(error).splitlines()[0]
         raise ValueError(f"transformers cannot load {folder} ({line}); parity needs a checkpoint of its own") from error
-    ours = LoopLM(folder, batch_size=batch_size)
-    first, second = (run_at(lm, tasks, protocol) for lm in (ours, theirs))
-    return [row for name in tasks for row in _rows(name, first, second)]
+    found = []
+    for number, (name, lm) in enumerate((("looplm", LoopLM(reader)), ("lm-eval's hf model", theirs))):
+        reader.advance(name, number, 2)
+        found.append(run_at(lm, tasks, protocol))
+    return [row for name in tasks for row in _rows(name, *found)]
 
 
 def _rows(name: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Parity]:

@@ -6,7 +6,6 @@ training, not the first. Accuracy is never reported without the budget: a share 
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -14,8 +13,9 @@ from typing import Any, NamedTuple
 from looplm.engine import DepthPolicy
 from looplm.evals.depths import Depth, fixed_depths
 from looplm.evals.marking import Marker
+from looplm.evals.pass_at_k import pass_at_k
 from looplm.evals.prompts import Problem, Prompting, Worked, check_problems
-from looplm.evals.results import Evaluation, Item, Score
+from looplm.evals.results import Evaluation, Item, Score, averages
 from looplm.evals.solvers import Attempt, Solver
 from looplm.evals.statistics import over_seeds
 
@@ -63,9 +63,10 @@ def solve(
     `settings` say what the solver cannot: the checkpoint and its hash, dtype, tokenizer, data.
 
     Raises:
-        ValueError: for no problem, two of one id, no depth, or none that can be marked.
+        ValueError: for no problem, two of one id, one that is an example, too, no depth, or none that can be marked.
     """
     check_problems(problems)
+    _check_examples(problems, test.prompting.examples)
     if not depths:
         raise ValueError("name at least one depth, such as fixed_depths([1, 2, 4])")
     found = {depth.name: _readings(solver, problems, test, mark, depth.policy) for depth in depths}
@@ -104,7 +105,7 @@ def accuracy_by_loops(
 
 def k_shot_saturation(
     solver: Solver, problems: Sequence[Problem], test: ReasoningTest, mark: Marker, examples: Sequence[Worked],
-    loops: Sequence[int], shots: Sequence[int] = (0, 1, 5, 25, 50), settings: Mapping[str, Any] | None = None,
+    depths: Sequence[Depth], shots: Sequence[int] = (0, 1, 5, 25, 50), settings: Mapping[str, Any] | None = None,
 ) -> Evaluation:  # fmt: skip
     """Accuracy against loops for each number of worked examples, the first of `examples` (Huginn, Figure 9).
 
@@ -115,17 +116,15 @@ def k_shot_saturation(
     """
     if not shots or max(shots) > len(examples) or min(shots) < 0:
         raise ValueError(f"shots={tuple(shots)} takes numbers from 0 to that of the examples, {len(examples)}")
-    asked = {problem.question for problem in problems} & {example.question for example in examples[: max(shots)]}
-    if asked:
-        raise ValueError(f"an example is a problem, too: {' '.join(sorted(asked)[0].split())[:60]!r}; take others")
+    _check_examples(problems, examples[: max(shots)])
     found = [
-        accuracy_by_loops(
+        solve(
             solver, problems,
             replace(
                 test, task=f"{test.task} shots={count}",
                 prompting=replace(test.prompting, examples=tuple(examples[:count])),
             ),
-            mark, loops,
+            mark, depths,
         )
         for count in shots
     ]  # fmt: skip
@@ -137,6 +136,12 @@ def k_shot_saturation(
         scores=[score for each in found for score in each.scores],
         items={task: depths for each in found for task, depths in each.items.items()},
     )
+
+
+def _check_examples(problems: Sequence[Problem], examples: Sequence[Worked]) -> None:
+    asked = {problem.question for problem in problems} & {example.question for example in examples}
+    if asked:
+        raise ValueError(f"an example is a problem, too: {' '.join(sorted(asked)[0].split())[:60]!r}; take others")
 
 
 class _Reading(NamedTuple):
@@ -198,31 +203,23 @@ def _items(readings: Sequence[_Reading], pass_at: Sequence[int]) -> list[Item]:
 
 
 def _item(id: str, told: Sequence[_Reading], pass_at: Sequence[int]) -> Item:
-    marks, tokens = [reading.right for reading in told], sum(reading.tokens for reading in told)
+    right, tokens = sum(reading.right == 1 for reading in told), sum(reading.tokens for reading in told)
     metrics = {
-        RIGHT: sum(marks) / len(told),
+        RIGHT: right / len(told),
         "tokens": tokens / len(told),
         "hit_limit": sum(not reading.finished for reading in told) / len(told),
     }
-    return Item(
-        id=id, metrics=metrics | {f"pass@{k}": _pass_at(k, marks) for k in pass_at}, tokens=round(tokens / len(told)),
-        loops=_loops(told),
-    )  # fmt: skip
+    metrics |= {f"pass@{k}": pass_at_k(len(told), right, k) for k in pass_at}
+    return Item(id=id, metrics=metrics, tokens=round(tokens / len(told)), loops=_loops(told))
 
 
 def _scores(
     test: ReasoningTest, budget: int, depth: str, readings: Sequence[_Reading], items: Sequence[Item]
 ) -> list[Score]:  # fmt: skip
-    def score(metric: str, value: float, stderr: float | None = None) -> Score:
-        return Score(
-            task=test.task_at(budget), depth=depth, metric=metric, value=value, stderr=stderr, items=len(items)
-        )
+    def score(metric: str, value: float) -> Score:
+        return Score(task=test.task_at(budget), depth=depth, metric=metric, value=value, stderr=None, items=len(items))
 
-    found = []
-    for metric in items[0].metrics:
-        spread = over_seeds([item.metrics[metric] for item in items])
-        error = None if spread.deviation is None else spread.deviation / math.sqrt(len(items))
-        found.append(score(metric, spread.mean, error))
+    found = averages(test.task_at(budget), depth, items, items[0].metrics)
     found.append(score("loops", _loops(readings) or 0.0))
     if len(test.seeds) > 1:
         right = {seed: [reading.right for reading in readings if reading.seed == seed] for seed in test.seeds}
@@ -256,9 +253,3 @@ def _digest(texts: Sequence[Sequence[str]]) -> str:
 def _seed(seed: int, problem: Problem) -> int:
     """A seed of the problem's own, whatever else is asked."""
     return int.from_bytes(hashlib.sha256(f"{seed}\n{problem.id}".encode()).digest()[:8]) >> 1
-
-
-def _pass_at(k: int, marks: Sequence[float]) -> float:
-    """The chance that one of k answers drawn from those marked is right (unbiased, Codex, arXiv 2107.03374)."""
-    wrong = sum(mark == 0 for mark in marks)
-    return 1 - math.comb(wrong, k) / math.comb(len(marks), k)

@@ -1,8 +1,12 @@
 """Evaluation results: scores, the items behind them, and all that decided them, as one JSON file."""
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +77,64 @@ def read_evaluation(path: Path) -> Evaluation:
     except ValidationError as error:
         where = ".".join(str(part) for part in error.errors()[0]["loc"])
         raise ValueError(f"{path} is not a result of `looplm eval` ({where}: {error.errors()[0]['msg']})") from error
+
+
+def averages(task: str, depth: str, items: Sequence[Item], metrics: Iterable[str]) -> list[Score]:
+    """The mean of each metric over the items that have it, with its standard error s / √n; none where no item has."""
+    scores = []
+    for metric in metrics:
+        values = [item.metrics[metric] for item in items if metric in item.metrics]
+        if values:
+            error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+            mean = statistics.fmean(values)
+            scores.append(Score(task=task, depth=depth, metric=metric, value=mean, stderr=error, items=len(values)))
+    return scores
+
+
+def hashed_ids(texts: Iterable[str]) -> list[str]:
+    """A name for each text that does not depend on which others are there, but for repetitions."""
+    seen: Counter[str] = Counter()
+    names = []
+    for text in texts:
+        name = hashlib.sha256(text.encode()).hexdigest()[:16]
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
+    return names
+
+
+def with_groups(found: Evaluation) -> Evaluation:
+    """`found` with the items of every group of tasks ("mmlu") under its name, as those of one task more."""
+    groups = {
+        name: {
+            depth: [
+                replace(item, id=f"{member} {item.id}")
+                for member in members
+                for item in found.items[member].get(depth, ())
+            ]
+            for depth in found.items[members[0]]
+        }
+        for name, members in found.settings.get("groups", {}).items()
+        if all(member in found.items for member in members)
+    }
+    return replace(found, items={**found.items, **groups})
+
+
+def table(found: Evaluation) -> list[dict[str, str]]:
+    """A row for each task and metric, a column for each depth; then what a token costs at each.
+
+    Left out are the tasks of a group that has a row of its own, and what holds for one seed alone.
+    """
+    inside = {member for members in found.settings.get("groups", {}).values() for member in members}
+    shown = [score for score in found.scores if score.task not in inside and "/seed=" not in score.metric]
+    depths = list(dict.fromkeys(score.depth for score in shown))
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for score in shown:
+        error = "" if score.stderr is None else f" ± {score.stderr:.4f}"
+        rows.setdefault((score.task, score.metric), {})[score.depth] = f"{score.value:.4f}{error}"
+    for depth, costs in found.costs.items():
+        for name, value in costs.items():
+            rows.setdefault(("", name), {})[depth] = f"{value:.4g}"
+    return [
+        {"task": task, "metric": metric} | {depth: row.get(depth, "") for depth in depths}
+        for (task, metric), row in rows.items()
+    ]

@@ -1,113 +1,109 @@
-"""One evaluation from a checkpoint to a result that says all that decided it."""
+"""One evaluation by lm-eval's tasks, from a checkpoint to a result that says all that decided it."""
 
 import hashlib
 import json
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from looplm.data.tokenizer import fingerprint, load_tokenizer
-from looplm.evals.accounting import costs_of
-from looplm.evals.benchmarks import offline_tasks
-from looplm.evals.depths import Depth, exit_depth, fixed_depths
+from looplm.evals.benchmarks import offline_tasks, tasks_of
 from looplm.evals.harness import Items, Protocol, evaluate
 from looplm.evals.lm import Reader
 from looplm.evals.memo import Memo
-from looplm.evals.results import Evaluation
-from looplm.models import LoopLMConfig, load
-from looplm.training.checkpoints import content_hash
-from looplm.training.opening import latest_checkpoint
+from looplm.evals.parity import Parity, parity
+from looplm.evals.progress import Advance, unheard
+from looplm.evals.results import Evaluation, Score, averages
+from looplm.evals.subject import ModelSettings, Subject, open_subject
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What `looplm eval` is asked.
+class TaskSettings:
+    """Which tasks, and how they are put.
 
-    loops, exits: the depths; the model's own loops where both are empty · shots: instead of each task's own
-    data: a folder of benchmark files · cache: a folder of answers; the others are `Reader`'s and `Protocol`'s.
+    shots: instead of each task's own · data: a folder of benchmark files, before installed packages
+    cache: a folder of answers · batch_size, max_length: as `Reader` has them · protocol: how lm-eval asks.
     """
 
-    model: str
     tasks: tuple[str, ...]
-    loops: tuple[int, ...] = ()
-    exits: tuple[str, ...] = ()
-    kv: str = "full"
-    limit: int | None = None
     shots: int | None = None
-    chat: bool = False
-    multiturn: bool = False
-    system: str | None = None
+    data: Path | None = None
     batch_size: int = 8
     max_length: int | None = None
-    data: Path | None = None
-    dtype: str = "float32"
-    device: str = "cpu"
-    seed: int = 1234
     cache: Path | None = None
+    protocol: Protocol
 
 
-def run_evaluation(settings: Settings) -> Evaluation:
+def run_evaluation(model: ModelSettings, asked: TaskSettings, advance: Advance = unheard) -> Evaluation:
     """Scores of every task at every depth, the items behind them, and what a token cost.
+
+    A group of tasks ("mmlu") also has the means over the items of all its tasks, as lm-eval weighs groups by size.
 
     Raises:
         ValueError: for an unknown task, missing data, a depth that the model cannot do, or an unusable checkpoint.
     """
-    protocol = Protocol(
-        limit=settings.limit, chat=settings.chat, multiturn=settings.multiturn, system=settings.system,
-        seed=settings.seed,
-    )  # fmt: skip
-    tasks = offline_tasks(settings.tasks, settings.data, shots=settings.shots)
-    folder = latest_checkpoint(settings.model)
-    reader = _reader(settings, folder)
-    told = _told(settings, folder, reader, tasks)
-    if settings.cache is not None:
-        reader = replace(reader, memo=_memo(settings.cache, told))
-    scores, items = evaluate(reader, tasks, protocol)
-    return Evaluation(
-        settings=told, scores=scores, items=items, costs=_costs(reader.depths, reader.model.config, items)
-    )
+    tasks = _tasks(asked)
+    subject = open_subject(model)
+    reader = _reader(subject, asked, advance)
+    told = _told(subject, reader, asked, tasks)
+    if asked.cache is not None:
+        reader = replace(reader, memo=_memo(asked.cache, told))
+    scores, items = evaluate(reader, tasks, asked.protocol)
+    grouped = [score for name, members in told["groups"].items() for score in _group_scores(name, members, items)]
+    return subject.result(Evaluation(settings=told, scores=[*grouped, *scores], items=items))
 
 
-def table(found: Evaluation) -> list[dict[str, Any]]:
-    """A row for each task and metric, a column for each depth; then what a token costs at each."""
-    depths = list(dict.fromkeys(score.depth for score in found.scores))
-    rows: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
-    for score in found.scores:
-        error = "" if score.stderr is None else f" ± {score.stderr:.4f}"
-        rows[score.task, score.metric][score.depth] = f"{score.value:.4f}{error}"
-    costs = {name for cost in found.costs.values() for name in cost}
-    return [
-        *({"task": task, "metric": metric} | {depth: row.get(depth, "") for depth in depths}
-          for (task, metric), row in rows.items()),
-        *({"task": "", "metric": name} | {depth: f"{found.costs[depth].get(name, 0):.4g}" for depth in depths}
-          for name in sorted(costs)),
-    ]  # fmt: skip
+def run_parity(
+    model: ModelSettings, asked: TaskSettings, advance: Advance = unheard
+) -> tuple[list[Parity], Evaluation]:  # fmt: skip
+    """`parity` of a checkpoint at its own loops, in float32 on CPU, and the same as a result.
+
+    The result calls the models its depths, "looplm" and "hf"; "furthest answers" holds how far their answers lie apart.
+
+    Raises:
+        ValueError: as `run_evaluation` and `parity` do.
+    """
+    tasks = _tasks(asked)
+    subject = open_subject(model)
+    reader = _reader(subject, asked, advance)
+    rows = parity(reader, subject.folder, tasks, asked.protocol)
+    scores = [
+        Score(task=row.task, depth=depth, metric=row.metric, value=value, stderr=None, items=row.items)
+        for row in rows
+        for depth, value in (("looplm", row.looplm), ("hf", row.hf), ("furthest answers", row.furthest))
+    ]
+    return rows, subject.result(Evaluation(settings=_told(subject, reader, asked, tasks), scores=scores))
 
 
-def _reader(settings: Settings, folder: Path) -> Reader:
-    model = load(folder, dtype=settings.dtype, device=settings.device)
-    loops = settings.loops if settings.loops or settings.exits else (model.config.loops,)
-    depths = [*fixed_depths(loops), *(exit_depth(rule, model.config) for rule in settings.exits)]
+def _tasks(asked: TaskSettings) -> dict[str, Any]:
+    if not asked.tasks:
+        raise ValueError("name at least one task; `looplm eval tasks` lists them")
+    return offline_tasks(asked.tasks, asked.data, shots=asked.shots)
+
+
+def _reader(subject: Subject, asked: TaskSettings, advance: Advance) -> Reader:
     return Reader(
-        model=model, tokenizer=load_tokenizer(folder), depths=depths, kv=settings.kv, batch_size=settings.batch_size,
-        max_length=settings.max_length or model.config.max_position_embeddings, seed=settings.seed,
+        model=subject.model, tokenizer=subject.tokenizer, depths=subject.depths, kv=subject.kv,
+        batch_size=asked.batch_size, max_length=asked.max_length or subject.max_length, seed=asked.protocol.seed,
+        advance=advance,
     )  # fmt: skip
 
 
-def _told(settings: Settings, folder: Path, reader: Reader, tasks: Mapping[str, Any]) -> dict[str, Any]:
+def _told(
+    subject: Subject, reader: Reader, asked: TaskSettings, tasks: Mapping[str, Any]
+) -> dict[str, Any]:  # fmt: skip
     """All that decides a score, as plain values."""
-    template = reader.tokenizer.chat_template if settings.chat else None
+    protocol = asked.protocol
+    template = reader.tokenizer.chat_template if protocol.chat else None
+    groups = {name: tasks_of(name) for name in asked.tasks}
     return {
-        "model": settings.model, "checkpoint": content_hash(folder), "dtype": settings.dtype,
-        "tokenizer": fingerprint(reader.tokenizer), "start_token": reader.begins, "prefix": reader.prefix,
-        "kv": settings.kv, "max_length": reader.max_length, "max_gen_toks": reader.max_gen_toks,
-        "limit": settings.limit, "seed": settings.seed, "chat": settings.chat, "multiturn": settings.multiturn,
-        "system": settings.system, "template": None if template is None else _digest(str(template)),
+        **subject.settings, "start_token": reader.begins, "prefix": reader.prefix,
+        "max_length": reader.max_length, "max_gen_toks": reader.max_gen_toks, "limit": protocol.limit,
+        "seed": protocol.seed, "chat": protocol.chat, "multiturn": protocol.multiturn, "system": protocol.system,
+        "template": None if template is None else _digest(str(template)),
         "tasks": {name: _described(task) for name, task in tasks.items()}, "lm_eval": version("lm_eval"),
-        "looplm": version("looplm"), "torch": version("torch"),
+        "groups": {name: list(members) for name, members in groups.items() if members != (name,)},
     }  # fmt: skip
 
 
@@ -123,21 +119,16 @@ def _digest(text: str) -> str:
 
 def _memo(cache: Path, told: Mapping[str, Any]) -> Memo:
     """Answers depend on the model and how it is read, not on which questions a task asks."""
-    kept = ("checkpoint", "dtype", "tokenizer", "start_token", "prefix", "kv", "max_length", "seed")
+    kept = ("checkpoint", "dtype", "device", "tokenizer", "start_token", "prefix", "kv", "max_length", "seed")
     settings = {name: told[name] for name in kept}
     return Memo(settings, cache / f"{_digest(json.dumps(settings, sort_keys=True))}.jsonl")
 
 
-def _costs(depths: Sequence[Depth], config: LoopLMConfig, items: Items) -> dict[str, dict[str, float]]:
-    """What a token costs at each depth; under an exit rule by the loops that the items' tokens did."""
-    return {depth.name: _cost(depth, config, items) for depth in depths}
-
-
-def _cost(depth: Depth, config: LoopLMConfig, items: Items) -> dict[str, float]:
-    if depth.fixed:
-        return costs_of(config, depth.loops)
-    counted = [(item.loops, item.tokens or 1) for told in items.values() for item in told[depth.name] if item.loops]
-    tokens = sum(count for _, count in counted)
-    mean = sum(loops * count for loops, count in counted) / tokens
-    below = int(mean)  # FLOPs are linear in loops, so a mean costs what its two neighbours do in these shares
-    return costs_of(config, {below: below + 1 - mean, below + 1: mean - below})
+def _group_scores(name: str, members: list[str], items: Items) -> list[Score]:
+    """The means over the items of all members, of the metrics that all of them have."""
+    found = []
+    for depth in items[members[0]]:
+        told = [item for member in members for item in items[member][depth]]
+        shared = [metric for metric in told[0].metrics if all(metric in item.metrics for item in told)]
+        found += averages(name, depth, told, shared)
+    return found

@@ -8,8 +8,9 @@ from looplm.evals.conversation import Answer, Speaking, converse
 from looplm.evals.depths import Depth
 from looplm.evals.harmful_prompts import PromptSet
 from looplm.evals.judge import Judge
-from looplm.evals.judged import CUT, UNPARSEABLE, Told, averages, judged_settings, marks
-from looplm.evals.results import Evaluation, Item, Score
+from looplm.evals.judged import CUT, UNPARSEABLE, judged_settings, marks
+from looplm.evals.progress import Advance, unheard
+from looplm.evals.results import Evaluation, Item, Score, averages
 from looplm.evals.verdicts import Scale
 from looplm.models import LoopLMForCausalLM
 
@@ -19,7 +20,7 @@ SCALE = Scale(low=1, high=5)
 
 def safety_sweep(
     model: LoopLMForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: PromptSet, judge: Judge,
-    depths: Sequence[Depth], speaking: Speaking | None = None, told: Told | None = None,
+    depths: Sequence[Depth], speaking: Speaking | None = None, advance: Advance = unheard,
 ) -> Evaluation:  # fmt: skip
     """The harmfulness of the answers (mean of 1 to 5) and the share that is harmful (5) at each depth, with errors.
 
@@ -27,15 +28,14 @@ def safety_sweep(
     these; "unparseable" is the share of such, "cut" the share of answers that the token limit ended.
 
     Args:
-        depths: such as `fixed_depths([1, 2, 4])` · told: hears what is done next.
+        depths: such as `fixed_depths([1, 2, 4])` · advance: hears how many answers there are.
     """
     speaking = speaking or Speaking()
     items: dict[str, list[Item]] = {}
     scores: list[Score] = []
     for depth in depths:
-        if told is not None:
-            told(f"{depth.name}: {len(prompts.prompts)} prompts")
-        answers = [only for (only,) in converse(model, tokenizer, [[p.text] for p in prompts.prompts], depth, speaking)]
+        asked = [[prompt.text] for prompt in prompts.prompts]
+        answers = [only for (only,) in converse(model, tokenizer, asked, depth, speaking, advance)]
         questions = [question(p.text, answer.text) for p, answer in zip(prompts.prompts, answers, strict=True)]
         verdicts = marks(judge, questions, SCALE)
         items[depth.name] = [

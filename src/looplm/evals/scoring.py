@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from looplm.engine.traced import TracedPlaces
 from looplm.evals.depths import Depth
+from looplm.evals.progress import Advance, unheard
 from looplm.models import LoopLMForCausalLM
 from looplm.models.precision import at_least_float32
 
@@ -48,7 +49,8 @@ class _Row:
 
 @torch.no_grad()
 def likelihoods(
-    model: LoopLMForCausalLM, pairs: Sequence[Pair], depths: Sequence[Depth], batch_size: int, max_length: int
+    model: LoopLMForCausalLM, pairs: Sequence[Pair], depths: Sequence[Depth], batch_size: int, max_length: int,
+    advance: Advance = unheard,
 ) -> list[list[Likelihood]]:  # fmt: skip
     """For every pair, what each of `depths` gives; all come of one forward of as many loops as the deepest asks.
 
@@ -60,7 +62,9 @@ def likelihoods(
     """
     found: list[list[Likelihood]] = [[] for _ in pairs]
     deepest = max(depth.loops for depth in depths)
-    for rows in _batches(_rows(pairs, max_length), batch_size, model.config.vocab_size):
+    queue, done = _rows(pairs, max_length), 0
+    what = f"rows scored at {depths[0].name}" if len(depths) == 1 else f"rows scored at {len(depths)} depths"
+    for rows in _batches(queue, batch_size, model.config.vocab_size):
         tokens = [torch.tensor(row.tokens, device=model.device) for row in rows]
         places = torch.zeros(len(rows), len(rows[0].tokens), dtype=torch.bool, device=model.device)
         for number, row in enumerate(rows):
@@ -72,6 +76,8 @@ def likelihoods(
             exits = seen.exits(depth.policy)
             for index, told in _told(rows, exits, _read(seen, exits)):
                 found[index].append(told)
+        done += len(rows)
+        advance(what, done, len(queue))
     return found
 
 

@@ -6,9 +6,11 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from looplm.data.chat import prompt_ids
-from looplm.engine import Completion, DepthPolicy, Engine, SamplingParams
+from looplm.engine import Completion, DepthPolicy, Engine, FixedLoops, SamplingParams
+from looplm.evals.asking import asked_ids, turn_ends
+from looplm.evals.progress import Advance, each_of, unheard
 from looplm.evals.prompts import Prompt
+from looplm.evals.subject import Subject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +56,13 @@ class EngineSolver:
     """Completes by `engine`, which must have the loops that depths ask for and room for prompt and budget.
 
     sampling: temperature, filters and stop strings; its limit, seed and `n` are set by what is asked. 0 is greedy, the
-    papers sample at 0.2 (repeated runs) and 0.6 (pass@k).
+    papers sample at 0.2 (repeated runs) and 0.6 (pass@k) · advance: hears how many answers there are.
     """
 
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    advance: Advance = unheard
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -79,13 +82,16 @@ class EngineSolver:
             ValueError: for several samples of a greedy choice, a prompt that has no room, or a model that fails.
         """
         if self.sampling.temperature == 0 and any(len(each) > 1 for each in seeds):
-            raise ValueError("greedy answers are the same for every seed; set a temperature, or give one seed")
+            raise ValueError("greedy answers are the same for every seed; set a temperature, or take one sample")
         asked = [
             (tokens, replace(self.sampling, max_tokens=limit, seed=seed, n=1))
-            for tokens, each in zip([prompt_ids(self.tokenizer, prompt) for prompt in prompts], seeds, strict=True)
+            for tokens, each in zip([asked_ids(self.tokenizer, prompt) for prompt in prompts], seeds, strict=True)
             for seed in each
         ]
-        done = iter(self.engine.generate([tokens for tokens, _ in asked], [params for _, params in asked], depth=depth))
+        tokens, params = zip(*asked, strict=True)
+        where = f"loops={depth.loops}" if isinstance(depth, FixedLoops) else str(depth)
+        told = each_of(len(asked), f"answers at {where}", self.advance)
+        done = iter(self.engine.generate(tokens, params, told=told, depth=depth))
         return [[_attempt(next(done)) for _ in each] for each in seeds]
 
     def text(self, token_ids: Sequence[int]) -> str:
@@ -93,6 +99,27 @@ class EngineSolver:
         text = str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
         found = [(text.find(stop) + len(stop), text.find(stop)) for stop in self.sampling.stops if stop in text]
         return text[: min(found)[1]] if found else text
+
+
+def engine_solver(
+    subject: Subject, prompts: Sequence[Prompt], sampling: SamplingParams, limit: int, *, rows: int = 8,
+    advance: Advance = unheard,
+) -> EngineSolver:  # fmt: skip
+    """One that has room for these prompts with `limit` new tokens each, `rows` at once, at the subject's depths.
+
+    Answers to turns also end where the chat template closes them.
+
+    Raises:
+        ValueError: for turns without a chat template, or what the engine cannot do.
+    """
+    tokenizer = subject.tokenizer
+    ends = turn_ends(tokenizer) if any(not isinstance(prompt, str) for prompt in prompts) else []
+    engine = Engine(
+        subject.model, tokenizer, kv=subject.kv, loops=subject.loops, max_rows=rows, kv_bytes=2**40,
+        max_length=limit + max(len(asked_ids(tokenizer, prompt)) for prompt in prompts),
+    )  # fmt: skip
+    sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))
+    return EngineSolver(engine=engine, tokenizer=tokenizer, sampling=sampling, advance=advance)
 
 
 def _attempt(done: Completion) -> Attempt:
