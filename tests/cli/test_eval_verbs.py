@@ -20,6 +20,7 @@ from looplm.evals.benchmarks import benchmark_names, offline_tasks, tasks_of
 from looplm.evals.depths import fixed_depths
 from looplm.evals.harness import Protocol, evaluate
 from looplm.evals.lm import Reader
+from looplm.evals.own_tasks import OWN
 from looplm.evals.results import read_evaluation
 from looplm.evals.statistics import paired_t
 from stub_judge import judging
@@ -227,7 +228,7 @@ def test_two_results_are_compared_item_by_item(result, model, data, tmp_path):
 
 def test_every_benchmark_is_listed_with_its_data_or_the_way_to_it(data):
     found = {each["name"]: each for each in json.loads(done("tasks", "--data", data, "--json"))}
-    assert set(found) == {*benchmark_names(), "humaneval", "mbpp", "MRPC", "StrongREJECT"}
+    assert set(found) == {*benchmark_names(), *OWN, "humaneval", "mbpp", "MRPC", "StrongREJECT"}
     easy = found["arc_easy"]["here"]
     assert (easy["items"], easy["split"], easy["licence"]) == (6, "test", "CC-BY-SA-4.0")
     assert easy["origin"] == str(data / "arc_easy/test.jsonl")

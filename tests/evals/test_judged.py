@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-from stub_judge import judging
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -21,6 +20,7 @@ from looplm.evals.mt_bench import Dialogue, mt_bench, read_dialogues
 from looplm.evals.recording import RecordedJudge
 from looplm.evals.results import Item, averages, read_evaluation, write_evaluation
 from looplm.evals.safety import safety_sweep
+from stub_judge import judging
 
 SHORT = Speaking(max_tokens=6)
 

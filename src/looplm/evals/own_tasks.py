@@ -10,7 +10,7 @@ from lm_eval.api.task import ConfigurableTask
 from looplm.tasks import Task
 
 OWN = {kind.kind: kind for kind in get_args(Task)}
-_ITEMS = 512
+ITEMS = 512
 
 
 def own_tasks(names: Sequence[str], items: int | None = None) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def own_tasks(names: Sequence[str], items: int | None = None) -> dict[str, Any]:
 
     All depths of a model are then read from one forward. Questions are those of the "test" split where there is one.
     """
-    return {name: _task(name, _ITEMS if items is None else items) for name in names}
+    return {name: _task(name, ITEMS if items is None else items) for name in names}
 
 
 def _task(name: str, items: int) -> Any:

@@ -12,6 +12,7 @@ from looplm.evals.benchmarks import offline_tasks, tasks_of
 from looplm.evals.harness import Items, Protocol, evaluate
 from looplm.evals.lm import Reader
 from looplm.evals.memo import Memo
+from looplm.evals.own_tasks import OWN, own_tasks
 from looplm.evals.parity import Parity, parity
 from looplm.evals.progress import Advance, unheard
 from looplm.evals.results import Evaluation, Score, averages
@@ -79,7 +80,8 @@ def run_parity(
 def _tasks(asked: TaskSettings) -> dict[str, Any]:
     if not asked.tasks:
         raise ValueError("name at least one task; `looplm eval tasks` lists them")
-    return offline_tasks(asked.tasks, asked.data, shots=asked.shots)
+    others = [name for name in asked.tasks if name not in OWN]
+    return offline_tasks(others, asked.data, shots=asked.shots) | own_tasks([n for n in asked.tasks if n in OWN])
 
 
 def _reader(subject: Subject, asked: TaskSettings, advance: Advance) -> Reader:
@@ -96,7 +98,7 @@ def _told(
     """All that decides a score, as plain values."""
     protocol = asked.protocol
     template = reader.tokenizer.chat_template if protocol.chat else None
-    groups = {name: tasks_of(name) for name in asked.tasks}
+    groups = {name: tasks_of(name) for name in asked.tasks if name not in OWN}
     return {
         **subject.settings, "start_token": reader.begins, "prefix": reader.prefix,
         "max_length": reader.max_length, "max_gen_toks": reader.max_gen_toks, "limit": protocol.limit,
