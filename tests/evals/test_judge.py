@@ -5,11 +5,11 @@ import threading
 import time
 
 import pytest
-from stub_judge import completion, judging
 
 from looplm.evals.judge import EndpointJudge, JudgeSettings
 from looplm.evals.recording import RecordedJudge, Recording, Reply, key_of
 from looplm.evals.verdicts import Scale
+from stub_judge import completion, judging
 
 FIVE, TEN = Scale(low=1, high=5), Scale(low=1, high=10, whole=False)
 

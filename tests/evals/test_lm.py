@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness_tasks import character_tokenizer, choice, rolling, written
 from lm_eval.api.instance import Instance
 from lm_eval.evaluator import evaluate as run_tasks
 from lm_eval.models.huggingface import HFLM
 from tests.conftest import tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from harness_tasks import character_tokenizer, choice, rolling, written
 from looplm.engine import FixedLoops
 from looplm.evals import memo
 from looplm.evals.depths import Depth, exit_depth, fixed_depths

@@ -7,9 +7,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from harness_tasks import character_tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from harness_tasks import character_tokenizer
 from looplm.data.tokenizer import encode, load_tokenizer
 from looplm.evals import smollm2 as fixture
 from looplm.models import load
