@@ -208,7 +208,7 @@ def test_settings_without_sense_are_refused(workers, limit):
 
 def test_a_missing_math_verify_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install looplm\[rl\]"):
+    with pytest.raises(ValueError, match=r"pip install 'looplm\[eval\]'"):
         MathGrader()
 
 
