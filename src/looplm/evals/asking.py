@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from looplm.data.chat import rendered
 from looplm.data.tokenizer import encode
 
 Turns = Sequence[Mapping[str, str]]
@@ -37,21 +37,6 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, text: str, starts: bool | None 
         return tokens
     start = prefix_id(tokenizer)
     return tokens if tokens[:1] == [start] else [start, *tokens]
-
-
-def rendered(tokenizer: PreTrainedTokenizerBase, turns: Turns, **options: Any) -> str:
-    """A conversation as the tokenizer's chat template spells it, start of text included where the template has it.
-
-    Raises:
-        ValueError: if the tokenizer has no chat template, or it refuses the conversation.
-    """
-    if not tokenizer.chat_template:
-        raise ValueError("the tokenizer has no chat template; ask without turns, or give a chat model's tokenizer")
-    given: dict[str, Any] = {**options, "tokenize": False}
-    try:
-        return str(tokenizer.apply_chat_template([dict(turn) for turn in turns], **given))
-    except TemplateError as error:
-        raise ValueError(f"the chat template refuses the conversation: {' '.join(str(error).split())}") from error
 
 
 def asked_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | Turns) -> list[int]:

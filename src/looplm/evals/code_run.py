@@ -12,7 +12,7 @@ from looplm.evals.data_sets import CODE
 from looplm.evals.depths import Depth
 from looplm.evals.progress import Advance, unheard
 from looplm.evals.prompts import Prompt
-from looplm.evals.results import Evaluation, Item, averages
+from looplm.evals.results import Evaluation, Item, averages, digest
 from looplm.evals.sandbox import Isolation, Limits, run_program
 from looplm.evals.solvers import Attempt, EngineSolver, engine_solver
 from looplm.evals.subject import ModelSettings, open_subject
@@ -121,8 +121,9 @@ def _settings(asked: CodeSettings, problems: Sequence[CodeProblem], solver: Engi
         name: value for name, value in asdict(asked).items() if name not in ("problems", "data", "rows", "task")
     }
     questions = [(problem.id, problem.questions[asked.form].messages(), problem.tests) for problem in problems]
-    digest = hashlib.sha256(repr(questions).encode()).hexdigest()[:16]
-    return {"code": {asked.task: {**told, "ks": list(asked.ks), **solver.settings, "problems": digest}}}
+    return {
+        "code": {asked.task: {**told, "ks": list(asked.ks), **solver.settings, "problems": digest(repr(questions))}}
+    }
 
 
 def _seed(seed: int, sample: int, problem: CodeProblem) -> int:

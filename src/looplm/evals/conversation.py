@@ -6,9 +6,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from looplm.data.chat import rendered
 from looplm.data.tokenizer import encode
 from looplm.engine import Completion, Engine, SamplingParams
-from looplm.evals.asking import rendered, turn_ends
+from looplm.evals.asking import turn_ends
 from looplm.evals.depths import Depth
 from looplm.evals.progress import Advance, each_of, unheard
 from looplm.models import LoopLMForCausalLM

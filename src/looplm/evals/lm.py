@@ -2,8 +2,9 @@
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import PreTrainedTokenizerFast
 
+from looplm.data.chat import rendered
 from looplm.data.tokenizer import load_tokenizer
 from looplm.engine import Engine, SamplingParams
-from looplm.evals.asking import begins, prefix_id, rendered, text_ids
+from looplm.evals.asking import begins, prefix_id, text_ids
 from looplm.evals.depths import Depth, exit_depth, fixed_depths
 from looplm.evals.memo import Memo
 from looplm.evals.progress import Advance, each_of, unheard
@@ -54,10 +56,15 @@ class Reader:
         """See `prefix_id`."""
         return prefix_id(self.tokenizer)
 
-    @property
+    @cached_property
     def begins(self) -> bool:
         """Whether a text gets a start token."""
         return begins(self.tokenizer) if self.add_bos is None else self.add_bos
+
+    @cached_property
+    def special(self) -> dict[str, int]:
+        """The ids of the tokenizer's special tokens, as they are written."""
+        return dict(zip(map(str, self.tokenizer.all_special_tokens), self.tokenizer.all_special_ids, strict=True))
 
     def encode(self, text: str, starts: bool | None = None) -> list[int]:
         """Token ids of `text`, with one start token where `starts` (`self.begins`) says so, also if it holds it."""
@@ -230,7 +237,7 @@ class LoopLM(TemplateLM):
         turns: Counter[str] = Counter()
         asked = []
         for context, settings in requests:
-            params = _with_stop_ids(_sampling(settings, self.reader.max_gen_toks), self.reader.tokenizer)
+            params = _with_stop_ids(_sampling(settings, self.reader.max_gen_toks), self.reader.special)
             drawn = f"{context}{params}" if params["temperature"] else ""
             asked.append({"prompt": self.tok_encode(context), "params": params, "turn": turns[drawn]})
             turns[drawn] += bool(drawn)
@@ -270,9 +277,8 @@ def _sampling(settings: dict[str, Any], max_gen_toks: int) -> dict[str, Any]:
     return params | ({"temperature": 0.0} if greedy else {})
 
 
-def _with_stop_ids(params: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+def _with_stop_ids(params: dict[str, Any], special: Mapping[str, int]) -> dict[str, Any]:
     """A stop string that is a special token, with or without blanks, is that token: no text shows it."""
-    special = {str(token): tokenizer.convert_tokens_to_ids(str(token)) for token in tokenizer.all_special_tokens}
     ids = sorted({special[stop.strip()] for stop in params["stop"] if stop.strip() in special})
     return params | {"stop": [stop for stop in params["stop"] if stop.strip() not in special], "stop_token_ids": ids}
 

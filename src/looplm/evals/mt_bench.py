@@ -11,9 +11,9 @@ from looplm.data.files import Record, check_characters, read_records, value_of
 from looplm.evals.conversation import Answer, Speaking, converse
 from looplm.evals.depths import Depth
 from looplm.evals.judge import Judge
-from looplm.evals.judged import CUT, UNPARSEABLE, digest, judged_settings, marks
+from looplm.evals.judged import CUT, UNPARSEABLE, judged_settings, marks
 from looplm.evals.progress import Advance, unheard
-from looplm.evals.results import Evaluation, Item, Score, averages
+from looplm.evals.results import Evaluation, Item, Score, averages, digest
 from looplm.evals.verdicts import Scale
 from looplm.models import LoopLMForCausalLM
 

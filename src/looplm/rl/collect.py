@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from looplm.data.chat import prompt_ids
@@ -187,7 +186,7 @@ def prompt_tokens(tokenizer: PreTrainedTokenizerBase, question: Question) -> lis
     """
     try:
         tokens = prompt_ids(tokenizer, question.prompt)
-    except (ValueError, TemplateError) as error:
+    except ValueError as error:
         raise ValueError(f"{question.where or repr(question.prompt)} cannot be asked: {error}") from error
     if not tokens:
         raise ValueError(f"{question.where or repr(question.prompt)} cannot be asked: its prompt has no token")
