@@ -103,8 +103,10 @@ def test_no_program_passes_without_its_tests(namespaces, source):
 
 
 LOOP = "while True: pass"
+CATCHES = "import signal; signal.signal(signal.SIGXCPU, lambda *_: None)\n"
 HOSTILE = {
     "loop": (LOOP, "timed out"),
+    "loop that catches": (CATCHES + LOOP, "timed out"),
     "sleep": ("import time; time.sleep(10**6)", "timed out"),
     "memory": ("kept = []\nwhile True: kept.append(bytearray(10**7))", "out of memory"),
     "file": ("with open('x', 'wb') as file:\n  while True: file.write(b'0' * 10**6)", "failed"),
@@ -121,7 +123,10 @@ HOSTILE = {
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_programs_fail(isolation, kind):
     source, outcome = HOSTILE[kind]
-    limits = Limits(cpu_seconds=1, wall_seconds=1.0 if kind in ("sleep", "output") else 15.0, output=20)
+    limits = Limits(
+        cpu_seconds=1 if outcome == "timed out" else 20, memory=2**28, output=20,  # only one can be met first
+        wall_seconds=1.0 if kind in ("sleep", "output") else 60.0,
+    )  # fmt: skip
     found = run_program(source, limits, isolation=isolation)
     if isolation == "limits" and kind == "signal":
         outcome = "failed"  # the guard refuses it

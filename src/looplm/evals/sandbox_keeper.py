@@ -201,15 +201,15 @@ class _Kept:
         limits = self._limits
         values = {
             resource.RLIMIT_AS: limits["memory"], resource.RLIMIT_FSIZE: limits["disk"], resource.RLIMIT_CORE: 0,
-            resource.RLIMIT_NOFILE: limits["files"], resource.RLIMIT_CPU: limits["cpu_seconds"],
+            resource.RLIMIT_NOFILE: limits["files"],
         }  # fmt: skip
         if self._processes is not None:  # elsewhere all processes of this user would count
             values[resource.RLIMIT_NPROC] = limits["processes"]
             _call("prctl", _NO_NEW_PRIVILEGES, 1, 0, 0, 0)
         for kind, value in values.items():
-            _, hard = resource.getrlimit(kind)
-            lowest = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            resource.setrlimit(kind, (lowest, lowest))
+            _lower(kind, value)
+        # SIGXCPU tells this end from others, whatever the machine's clocks say; who catches it has a second more.
+        _lower(resource.RLIMIT_CPU, limits["cpu_seconds"], grace=1)
 
     def _reap(self) -> tuple[int, float] | None:
         """Take in every process that ended, also the orphans left to this one; the program's status and CPU seconds."""
@@ -246,11 +246,17 @@ class _Kept:
             failed = json.loads(told)
             if failed["outcome"] in ("failed", "out of memory"):
                 return {"outcome": failed["outcome"], "message": str(failed["message"])[:_LONGEST]}
-        if code == -signal.SIGKILL and seconds > 0.9 * self._limits["cpu_seconds"]:  # two clocks of the kernel's
+        if code == -signal.SIGXCPU or (code == -signal.SIGKILL and seconds > self._limits["cpu_seconds"]):
             return {"outcome": "timed out", "message": f"it computed for more than {self._limits['cpu_seconds']} s"}
         if code < 0:
             return {"outcome": "crashed", "message": f"ended by signal {-code} ({signal.strsignal(-code)})"}
         return {"outcome": "failed", "message": f"it ended before its tests did, with exit code {code}"}
+
+
+def _lower(kind: int, value: int, grace: int = 0) -> None:
+    _, hard = resource.getrlimit(kind)
+    highest = value + grace if hard == resource.RLIM_INFINITY else min(value + grace, hard)
+    resource.setrlimit(kind, (min(value, highest), highest))
 
 
 def _rest(pipe: int) -> bytes:
