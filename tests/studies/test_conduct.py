@@ -1,6 +1,10 @@
 """How a study is run, resumed and recorded, on a study whose runs cost nothing and whose outcomes are known."""
 
 import json
+import os
+import subprocess
+import sys
+import time
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -108,6 +112,48 @@ def test_a_run_that_fails_is_named_and_what_was_done_is_kept(tmp_path):
         run(Toy(looped=(0.5,), plain=(-1.0,)), tmp_path, seeds=1)
     assert (tmp_path / "1x4_looped" / "seed0" / "outcome.json").exists()
     assert not (tmp_path / "toy.json").exists()
+
+
+class Endless:
+    """Says which process runs it, and never ends."""
+
+    def steps(self):
+        return 1
+
+    def __call__(self, folder):
+        folder.mkdir()
+        (folder / "aside").write_text(str(os.getpid()))
+        (folder / "aside").rename(folder / "process")
+        time.sleep(600)
+
+
+def test_runs_end_with_the_study_that_began_them(tmp_path):
+    source = "import sys; sys.path.insert(0, sys.argv[2]); from pathlib import Path; from test_conduct import Endless\n"
+    source += "from looplm.studies.runner import run_jobs; from rich.console import Console\n"
+    source += "if __name__ == '__main__': run_jobs({Path(sys.argv[1], 'run'): Endless()}, 1, Console(quiet=True))\n"
+    (tmp_path / "begin.py").write_text(source)
+    study = subprocess.Popen([sys.executable, tmp_path / "begin.py", tmp_path, Path(__file__).parent])
+    wait_for((tmp_path / "run" / "process").exists)
+    run = int((tmp_path / "run" / "process").read_text())
+    os.kill(run, 0)  # it is there
+    study.kill()
+    study.wait()
+    wait_for(lambda: not runs(run))
+
+
+def runs(process):
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_for(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_a_bar_counts_the_steps_that_logs_tell_of(tmp_path):

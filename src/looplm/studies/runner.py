@@ -2,10 +2,12 @@
 
 import json
 import multiprocessing
+import os
 from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
+from threading import Thread
 
 import torch
 from rich.console import Console
@@ -62,8 +64,17 @@ def _result(future: Future[Outcome], others: Mapping[Future[Outcome], Path]) -> 
 
 
 def _begin() -> None:
+    Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     logging.disable_progress_bar()
+
+
+def _end_with_parent() -> None:
+    """A study that is killed leaves no run behind that would write beside the next one's."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _run(job: Job, folder: Path) -> Outcome:
