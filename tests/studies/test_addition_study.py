@@ -31,6 +31,10 @@ def test_a_model_that_never_holds_its_peak_holds_to_nothing():
     assert summary([(2, 1.0), (4, 0.9), (8, 1.0)])["holds to"] == 0
 
 
+def test_a_model_that_learned_nothing_holds_to_nothing():
+    assert summary([(4, 0.0), (4000, 0.0)])["holds to"] == 0
+
+
 def test_the_area_ends_at_512_loops():
     found = summary([(4, 1.0), (512, 1.0), (4000, 0.0)])
     assert found["area"] == pytest.approx(1.0)

@@ -56,8 +56,9 @@ class AdditionStudy(Study):
         "the same block at width 128 without dropout, 64 questions a step; the grid 2,000 steps at 4 loops, each "
         "treatment 800 such steps and then 2,400 of its own (`from scratch`: 2,000). Accuracy on 128 held-out pairs, "
         "whole answers. `fall` is the peak less the worst accuracy from 4 loops on, `holds to` the loops up to which "
-        "it stays within a point of the peak, `norm growth` the state norm at 64 loops over that at 4, `radius` the "
-        "spectral radius of one loop's Jacobian there, `residual` the next loop's step relative to the state."
+        "it stays within a point of a peak above a half, `norm growth` the state norm at 64 loops over that at 4, "
+        "`radius` the spectral radius of one loop's Jacobian there, `residual` the next loop's step relative to the "
+        "state."
     )
     chance: ClassVar[str] = "guessing gets 0.0001"
 

@@ -50,13 +50,13 @@ def summary(accuracy: Points) -> dict[str, float]:
     """What a curve of accuracy by loops comes to, from the trained loops on.
 
     fall: the peak less the worst. holds to: the last loops before it first lies over a point under the peak, 0 if it
-    does at once. area: the mean over the logarithm of the loops up to 512.
+    does at once, or if the peak itself is under a half. area: the mean over the logarithm of the loops up to 512.
     """
     peak = max(value for _, value in accuracy)
     later = [(loop, value) for loop, value in accuracy if loop >= TRAINED]
     held = 0.0
     for loop, value in later:
-        if value < peak - 0.01:
+        if peak < 0.5 or value < peak - 0.01:
             break
         held = loop
     counted = [(log(loop), value) for loop, value in later if loop <= _COUNTED]
