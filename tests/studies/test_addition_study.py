@@ -32,7 +32,7 @@ def test_a_model_that_never_holds_its_peak_holds_to_nothing():
 
 
 def test_a_model_that_learned_nothing_holds_to_nothing():
-    assert summary([(4, 0.0), (4000, 0.0)])["holds to"] == 0
+    assert summary([(4, 0.0), (512, 0.1)])["holds to"] == 0
 
 
 def test_the_area_ends_at_512_loops():
