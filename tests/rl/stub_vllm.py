@@ -68,6 +68,7 @@ class Stub:
         return {"success": True}
 
     def v1_completions(self, body):
+        assert body["n"] == 1 or body["temperature"] > 0  # vLLM refuses other requests
         params = SamplingParams(
             max_tokens=body["max_tokens"], temperature=body["temperature"], top_p=body["top_p"], top_k=body["top_k"],
             seed=body["seed"], n=body["n"], stop=body["stop"], stop_token_ids=body["stop_token_ids"],
@@ -82,7 +83,7 @@ class Stub:
 def choice(index, done):
     words = [f"token_id:{token}" for token in done.token_ids]
     return {
-        "index": index, "text": done.text,
+        "index": index, "text": "",  # which looplm reads off the tokens
         "logprobs": {
             "text_offset": list(range(len(words))), "token_logprobs": done.logprobs, "tokens": words,
             "top_logprobs": [{word: value} for word, value in zip(words, done.logprobs, strict=True)],

@@ -44,7 +44,7 @@ def client(stub, folder, server=None, **changes):
         "write": lambda path: save(looplm.load(folder), path, "ouro"), "folder": folder.parent / "handed",
         "temperature": 0.6, "max_tokens": 10, "max_prompt": 32,
     }  # fmt: skip
-    return VLLMRollouts(VLLMServer(url=stub.url, **(server or {})), **values | changes)
+    return VLLMRollouts(VLLMServer(url=stub.url, **(server or {})), load_tokenizer(folder), **values | changes)
 
 
 def run(recipe):
@@ -60,11 +60,11 @@ def test_rollouts_are_those_of_the_engine_behind_the_server(folder, temperature)
     """Token for token; depth, end and text, too, with end tokens and a stop string."""
     model, tokenizer = looplm.load(folder), load_tokenizer(folder)
     model.generation_config.eos_token_id = 3
-    common = {"temperature": temperature, "stop": ("4",), "max_tokens": 12}
-    local = EngineRollouts(model, tokenizer, FixedLoops(3), **common).sample(PROMPTS, SEEDS, 4)
+    common, group = {"temperature": temperature, "stop": ("4",), "max_tokens": 12}, 4 if temperature else 1
+    local = EngineRollouts(model, tokenizer, FixedLoops(3), **common).sample(PROMPTS, SEEDS, group)
     with serving(folder) as stub:
-        served = client(stub, folder, ends={3}, **common).sample(PROMPTS, SEEDS, 4)
-    assert [len(group) for group in served] == [4, 4, 4]
+        served = client(stub, folder, ends={3}, **common).sample(PROMPTS, SEEDS, group)
+    assert [len(group) for group in served] == [group] * 3
     pairs = [pair for groups in zip(served, local, strict=True) for pair in zip(*groups, strict=True)]
     for one, other in pairs:
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
@@ -155,6 +155,23 @@ def test_another_depth_than_the_server_does_is_refused(tmp_path):
         run(write_recipe(tmp_path, through(stub, "sampling.depth={kind: fixed, loops: 2}")))
 
 
+def test_what_max_drift_lets_pass_is_weighed_by_its_ratio_clipped_and_told(tmp_path):
+    """A server that computes otherwise: what it drew is likelier in training, by e^0.3."""
+
+    def after(path, answer):
+        for choice in answer["choices"] if path == "/v1/completions" else ():
+            choice["logprobs"]["token_logprobs"] = [value - 0.3 for value in choice["logprobs"]["token_logprobs"]]
+        return answer
+
+    write_recipe(tmp_path)
+    with serving(tmp_path / "model", after=after) as stub:
+        run(write_recipe(tmp_path, through(stub, "steps=1", "max_drift=0.5")))
+    (record,) = [record for record in read_log(tmp_path / "run") if "updates" in record]
+    assert record["sampler_drift"] == pytest.approx(0.3, abs=1e-4)
+    assert record["ratio"] == pytest.approx(2.718281828**0.3, abs=1e-4)
+    assert 0 < record["clipped"] < 1  # those of a positive advantage, beyond 1 + 0.2
+
+
 def test_the_leading_process_alone_hands_weights_over(folder, monkeypatch):
     monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda fault: None)
     with serving(folder) as stub:
@@ -184,14 +201,16 @@ def test_lost_connections_are_tried_again(folder):
         stub.before = drops("/v1/completions", 2)
         assert client(stub, folder).sample([[3, 4]], [9], 2) == whole
         stub.before = drops("/v1/completions", 3)
-        with pytest.raises(ValueError, match=r"at http://127.* did not answer /v1/completions in 3 tries of 600 s"):
+        with pytest.raises(
+            ValueError, match=r"at http://127.* did not answer /v1/completions in 3 tries of at most 600 s"
+        ):
             client(stub, folder).sample([[3, 4]], [9], 2)
 
 
 def test_a_server_that_is_silent_is_left(folder):
     silent = threading.Event()
     with serving(folder, before=lambda path, body: silent.wait(30) and None) as stub:
-        with pytest.raises(ValueError, match=r"did not answer /v1/models in 2 tries of 0.05 s: ReadTimeout"):
+        with pytest.raises(ValueError, match=r"did not answer /v1/models in 2 tries of at most 0.05 s: ReadTimeout"):
             client(stub, folder, {"limit": 0.05, "tries": 2})
         silent.set()
 

@@ -90,7 +90,7 @@ def server_source(recipe: RLRecipe, opened: Opened) -> VLLMRollouts:
     server = sampling.server
     assert server is not None
     return VLLMRollouts(
-        server, loops=most_loops(sampling.depth.policy(model.config.loops), model.config.loops),
+        server, opened.tokenizer, loops=most_loops(sampling.depth.policy(model.config.loops), model.config.loops),
         vocab_size=model.config.vocab_size, ends=end_token_ids(model, opened.tokenizer.eos_token_id),
         write=lambda folder: save(merged_model(model), folder, server.layout),
         folder=Path(server.folder or Path(recipe.out) / "served"), temperature=sampling.temperature,

@@ -11,7 +11,9 @@ from uuid import uuid4
 
 import httpx2
 from pydantic import TypeAdapter, ValidationError
+from transformers import PreTrainedTokenizerBase
 
+from looplm.engine.text import TextBuilder
 from looplm.models.checkpoint import LayoutName
 from looplm.rl.rollouts import Rollout
 from looplm.training.distribution import World
@@ -62,7 +64,7 @@ class VLLMRollouts:
     vLLM does the same loops for every token, so the depth is declared and not observed. Nothing cuts the distribution;
     the server must report the log-probabilities of what it drew from (`--logprobs-mode processed_logprobs`), and still
     computes in a precision and by kernels of its own: the loop measures how far off they lie, and its ratio is taken
-    against them, so that it corrects what `max_drift` lets pass, truncated by its clip.
+    against them, an importance weight of what `max_drift` lets pass, which the objective's clip truncates.
 
     New weights go over a disk: of what an unchanged server offers, `reload_weights` alone needs neither vLLM nor NCCL
     in this process. They are written to a folder of their own, `/collective_rpc` lets all workers of the server load
@@ -81,11 +83,12 @@ class VLLMRollouts:
     """
 
     def __init__(
-        self, server: VLLMServer, *, loops: int, vocab_size: int, ends: Collection[int],
-        write: Callable[[Path], object], folder: Path, temperature: float = 1.0, stop: Sequence[str] = (),
-        max_tokens: int = 64, max_prompt: int = 512, world: World | None = None,
+        self, server: VLLMServer, tokenizer: PreTrainedTokenizerBase, *, loops: int, vocab_size: int,
+        ends: Collection[int], write: Callable[[Path], object], folder: Path, temperature: float = 1.0,
+        stop: Sequence[str] = (), max_tokens: int = 64, max_prompt: int = 512, world: World | None = None,
     ) -> None:  # fmt: skip
-        self.loops, self.vocab_size, self.write, self.folder = loops, vocab_size, write, folder.absolute()
+        self.tokenizer, self.loops, self.vocab_size, self.stop = tokenizer, loops, vocab_size, tuple(stop)
+        self.write, self.folder = write, folder.absolute()
         self.world = world or World()
         self.http = _Http(server)
         self.body = {
@@ -131,9 +134,17 @@ class VLLMRollouts:
         if any(not 0 <= token < self.vocab_size for token in tokens):
             raise self.http.fault(f"gives tokens beyond the policy's {self.vocab_size}: it serves another model")
         return Rollout(
-            prompt_ids=prompt, token_ids=tokens, loops=[self.loops] * len(tokens), logprobs=logprobs, text=choice.text,
-            finished=choice.finish_reason == "stop", max_loops=self.loops,
+            prompt_ids=prompt, token_ids=tokens, loops=[self.loops] * len(tokens), logprobs=logprobs,
+            text=self._text(tokens), finished=choice.finish_reason == "stop", max_loops=self.loops,
         )  # fmt: skip
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        """As the engine decodes it; vLLM's own text is without an end token that is a word."""
+        text = TextBuilder(self.tokenizer, self.stop)
+        for token in tokens:
+            text.add(token)
+        text.finish()
+        return text.text
 
 
 # What is read of the server's answers -------------------------------------------------------------------------
@@ -146,7 +157,6 @@ class _Logprobs:
 
 @dataclass(frozen=True, kw_only=True)
 class _Choice:
-    text: str
     prompt_token_ids: list[int]
     token_ids: list[int]
     logprobs: _Logprobs
@@ -225,7 +235,9 @@ class _Http:
             if response.status_code not in _PASSING:
                 break
         else:
-            raise self.fault(f"did not answer {path} in {self.server.tries} tries of {self.server.limit:g} s: {why}")
+            raise self.fault(
+                f"did not answer {path} in {self.server.tries} tries of at most {self.server.limit:g} s: {why}"
+            )
         if response.status_code == 404 and not path.startswith("/v1"):
             raise self.fault(f"has no {path}, which new weights need: start it with VLLM_SERVER_DEV_MODE=1 set")
         if not response.is_success:
