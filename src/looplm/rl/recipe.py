@@ -15,6 +15,7 @@ from looplm.rl.advantages import Advantages
 from looplm.rl.batches import Mean
 from looplm.rl.environments import Environment
 from looplm.rl.rollouts import FixedRolloutDepth, RolloutDepth, SampledRolloutDepth, check_replayable
+from looplm.rl.vllm import VLLMServer
 from looplm.training.recipe import STRICT, RunSettings, read_recipe
 
 BUILT_IN = Path(__file__).parent / "recipes"
@@ -29,6 +30,7 @@ class Sampling:
     stop: strings that end a completion, beside the model's end tokens
     max_tokens: of a completion · max_prompt: tokens of a prompt; a longer one is left out, and counted
     max_rows: completions in the loop at once, on each process · kv_bytes: what their keys and values may take.
+    server: a vLLM server that samples instead; it does the same loops for every token, those of `depth`.
     """
 
     prompts: PositiveInt = 32
@@ -41,9 +43,12 @@ class Sampling:
     stop: tuple[str, ...] = ()
     max_rows: PositiveInt = 32
     kv_bytes: PositiveInt = 2**31
+    server: VLLMServer | None = None
 
     def __post_init__(self) -> None:
         check_replayable(self.kv)
+        if self.server is not None and not isinstance(self.depth, FixedRolloutDepth):
+            raise ValueError("sampling.server does the same loops for every token: sampling.depth.kind=fixed")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -107,8 +112,8 @@ class RLRecipe(RunSettings):
 
     @property
     def free_fields(self) -> tuple[str, ...]:
-        """As of any run, and what decides the memory of rollouts."""
-        return (*super().free_fields, "sampling.max_rows", "sampling.kv_bytes", "evaluation")
+        """As of any run, and what decides where rollouts are made and what memory they take."""
+        return (*super().free_fields, "sampling.max_rows", "sampling.kv_bytes", "sampling.server", "evaluation")
 
     @property
     def policy_gradient(self) -> PolicyGradient:

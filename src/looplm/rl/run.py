@@ -12,7 +12,8 @@ from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
 
-from looplm.models import LoopLMForCausalLM, load
+from looplm.models import LoopLMForCausalLM, load, save
+from looplm.models.tokens import end_token_ids
 from looplm.objectives.loop_weights import LearnedWeights
 from looplm.rl.collect import Collector, own_places
 from looplm.rl.diary import Diary
@@ -20,6 +21,7 @@ from looplm.rl.loop import Session, run_steps
 from looplm.rl.module import PolicyModule
 from looplm.rl.recipe import RLRecipe
 from looplm.rl.rollouts import EngineRollouts, RolloutSource, merged_model, most_loops
+from looplm.rl.vllm import VLLMRollouts
 from looplm.training.checkpoints import (
     Base,
     Live,
@@ -50,7 +52,7 @@ def reinforce(
     Under torchrun every process calls this alike. On CPU a resumed run equals the uninterrupted one bit for bit,
     rollouts included.
 
-    source: who samples, given the recipe and the model; this process's engine by default.
+    source: who samples, given the recipe and the model; by default this process's engine, or the recipe's server.
 
     Raises:
         ValueError: if the folder belongs to another recipe, or the checkpoint, the questions or what marks them are
@@ -64,7 +66,8 @@ def reinforce(
     own_places(recipe.sampling.prompts, recipe.minibatches, world)
     with alone_in(folder, world):
         try:
-            return _reinforce(recipe, folder, world, console or Console(stderr=True), title, source or engine_source)
+            source = source or (engine_source if recipe.sampling.server is None else server_source)
+            return _reinforce(recipe, folder, world, console or Console(stderr=True), title, source)
         finally:
             recipe.environment.close()
 
@@ -78,6 +81,20 @@ def engine_source(recipe: RLRecipe, opened: Opened) -> EngineRollouts:
         temperature=sampling.temperature, stop=sampling.stop, max_tokens=sampling.max_tokens,
         max_prompt=sampling.max_prompt, max_rows=sampling.max_rows, kv_bytes=sampling.kv_bytes,
         refresh=lambda: None if merged is model else merged.load_state_dict(merged_model(model).state_dict()),
+    )  # fmt: skip
+
+
+def server_source(recipe: RLRecipe, opened: Opened) -> VLLMRollouts:
+    """The client of the recipe's vLLM server; its leading process hands over the weights, adapters in them."""
+    sampling, model = recipe.sampling, opened.model
+    server = sampling.server
+    assert server is not None
+    return VLLMRollouts(
+        server, opened.tokenizer, loops=most_loops(sampling.depth.policy(model.config.loops), model.config.loops),
+        vocab_size=model.config.vocab_size, ends=end_token_ids(model, opened.tokenizer.eos_token_id),
+        write=lambda folder: save(merged_model(model), folder, server.layout),
+        folder=Path(server.folder or Path(recipe.out) / "served"), temperature=sampling.temperature,
+        stop=sampling.stop, max_tokens=sampling.max_tokens, max_prompt=sampling.max_prompt, world=open_world(),
     )  # fmt: skip
 
 
@@ -108,6 +125,7 @@ def _reinforce(
     )
     world.each(collector.check)
     world.led(lambda: claim(folder, recipe))
+    collector.source.weights_changed()  # a server may hold other weights still
     log = RunLog(folder, start.step, console) if world.leads else SilentLog()
     session = Session(
         recipe=recipe, world=world, live=live, wrapped=wrapped, reference=reference, guard=guard, loops=loops,
