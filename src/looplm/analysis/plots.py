@@ -6,6 +6,7 @@ from io import StringIO
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from looplm.analysis.exit_curve import DepthPoint
 
@@ -103,15 +104,18 @@ def curves(
     figure, axes = _figure(xlabel, ylabel)
     for mark in marks:
         axes.axvline(mark, color="0.5", linestyle=":", linewidth=1)
+    faint = min(0.18, 0.4 / max(len(lines), 1))  # bands of many lines lie over one another
     for number, (name, seeds) in enumerate(lines.items()):
         xs = [x for x, _ in seeds[0]]
         columns = _columns(seeds)
         colour, style = COLOURS[number % len(COLOURS)], "o-" if number < len(COLOURS) else "^--"
         axes.plot(xs, [sum(ys) / len(ys) for ys in columns], style, color=colour, label=name, markersize=3.5)
-        axes.fill_between(xs, [min(ys) for ys in columns], [max(ys) for ys in columns], color=colour, alpha=0.18, lw=0)
+        axes.fill_between(xs, [min(ys) for ys in columns], [max(ys) for ys in columns], color=colour, alpha=faint, lw=0)
+    places = sorted({x for seeds in lines.values() for x, _ in seeds[0]})
+    if all(place == int(place) for place in places):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if log_x:
         axes.set_xscale("log")
-        places = sorted({x for seeds in lines.values() for x, _ in seeds[0]})
         if len(places) <= 10:
             axes.set_xticks(places, [f"{place:g}" for place in places])
             axes.minorticks_off()

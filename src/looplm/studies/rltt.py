@@ -83,11 +83,13 @@ class RLTTStudy(Study):
         """Reward over training, and accuracy by loops and by budget."""
         trained = {arm: found for arm, found in results.items() if "reward" in found[0].series}
         looped = {arm: found for arm, found in results.items() if "loops" in found[0].series}
-        return {
-            "reward": (curves(_lines(trained, "reward"), "step", "reward"), "Mean reward of a step's completions."),
-            "loops": (curves(_lines(looped, "loops"), "loops used", "accuracy"), "Accuracy by the loops used."),
-            "budget": (curves(_lines(results, "budget"), "tokens allowed", "accuracy"), "Accuracy by token budget."),
-        }  # fmt: skip
+        drawn = {
+            "reward": (_lines(trained, "reward"), "step", "reward", "Mean reward of a step's completions"),
+            "loops": (_lines(looped, "loops"), "loops used", "accuracy", "Accuracy by the loops used"),
+            "budget": (_lines(results, "budget"), "tokens allowed", "accuracy", "Accuracy by token budget"),
+        }
+        bands = ": means over seeds, in bands from the lowest to the highest."
+        return {name: (curves(lines, x, y), caption + bands) for name, (lines, x, y, caption) in drawn.items()}
 
 
 def _job(scale: Scale, arm: str, of_rl: str | None, seed: int) -> Reinforced:
