@@ -94,10 +94,17 @@ def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def finish(found: "Evaluation", out: Path | None, as_json: bool) -> None:
     """Write the result where it is asked for, and print it."""
-    from looplm.evals.results import table, write_evaluation
+    from looplm.evals.results import cuts, table, write_evaluation
 
     if out is not None:
         write_evaluation(out, found)
+    if cut := cuts(found):
+        tasks = f"{', '.join(list(cut)[:3])}{' and more' if len(cut) > 3 else ''}"
+        typer.echo(
+            f"looplm: {sum(cut.values())} questions ({tasks}) are longer than the model may read, so they lost their "
+            "beginning; see --max-length",
+            err=True,
+        )
     if as_json:
         typer.echo(json.dumps(asdict(found)))
     else:

@@ -301,7 +301,7 @@ def _built(task: _Definition, sets: dict[str, Dataset], shots: int) -> Any:
     if not shots and not task.brings_examples:
         changes["fewshot_config"] = {"sampler": _NoExamples, "samples": []}
     try:
-        with _hushed():
+        with hushed():
             loaded = _manager(task.home).load({"group": task.name, "task": [{**changes, "task": task.base}]})
     except (ImportError, AssertionError) as error:
         raise ValueError(f"lm-eval cannot load {task.name}: {error}") from error
@@ -309,7 +309,7 @@ def _built(task: _Definition, sets: dict[str, Dataset], shots: int) -> Any:
 
 
 @contextmanager
-def _hushed() -> Generator[None]:
+def hushed() -> Generator[None]:
     """Without what lm-eval says of every task: that its data set is custom, that defaults are defaults."""
     logger = logging.getLogger("lm_eval.api.task")
     level = logger.level

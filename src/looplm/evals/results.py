@@ -12,19 +12,39 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+NATS = "nats"  # the metric that is minus the log-likelihood of what should be said: less is better
+
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
     """One question of a task at one depth.
 
     id: the same for every model (the task's own, or a hash of the question) · metrics: by name, 1.0 for right
-    tokens: how many were generated, or scored where none was · loops: done on average by each.
+    tokens: how many were generated, or scored where none was · loops: done on average by each
+    cut: whether the beginning of what was asked was left out, since it is longer than the model may read.
     """
 
     id: str
     metrics: Mapping[str, float]
     tokens: int | None = None
     loops: float | None = None
+    cut: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """What requests took: tokens made or scored, their mean loops (None of no token), and `cut` as of `Item`."""
+
+    tokens: int
+    loops: float | None
+    cut: bool
+
+    @classmethod
+    def of(cls, parts: Sequence["Effort"]) -> "Effort":
+        """That of all of them together."""
+        tokens = sum(part.tokens for part in parts)
+        loops = sum(part.tokens * (part.loops or 0.0) for part in parts) / tokens if tokens else None
+        return cls(tokens=tokens, loops=loops, cut=any(part.cut for part in parts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +142,15 @@ def with_groups(found: Evaluation) -> Evaluation:
         if all(member in found.items for member in members)
     }
     return replace(found, items={**found.items, **groups})
+
+
+def cuts(found: Evaluation) -> dict[str, int]:
+    """How many questions of each task lost their beginning, of the tasks where any did."""
+    counts = {
+        task: max((sum(item.cut for item in items) for items in depths.values()), default=0)
+        for task, depths in found.items.items()
+    }
+    return {task: count for task, count in counts.items() if count}
 
 
 def table(found: Evaluation) -> list[dict[str, str]]:
