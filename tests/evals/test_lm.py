@@ -178,7 +178,9 @@ def test_long_texts_lose_their_beginning_which_is_told_and_limits_are_kept():
     settings = {"until": ["", "never"], "max_gen_toks": 8}
     done, same = lm.generate_until([asked("generate_until", "a" * size, settings, doc=size) for size in (50, 24)])
     assert done == same
-    assert [lm.effort("some", size) for size in (50, 24)] == [Effort(tokens=8, loops=1, cut=cut) for cut in (True, False)]
+    assert [lm.effort("some", size) for size in (50, 24)] == [
+        Effort(tokens=8, loops=1, cut=cut) for cut in (True, False)
+    ]
     lm.loglikelihood([asked("loglikelihood", "a" * size, "bcd", doc=-size) for size in (30, 31)])
     assert [lm.effort("some", -size).cut for size in (30, 31)] == [False, True]  # of 33 tokens, 32 are read
     lm.loglikelihood_rolling([asked("loglikelihood_rolling", "a" * 90, doc=1)])

@@ -42,7 +42,7 @@ def test_an_interrupt_loses_what_was_not_kept_alone(tmp_path):
     assert asked == ["c"]
 
 
-@pytest.mark.parametrize("left", ["", "{}", "{}\n[\"half a key", "{}\nnothing\n\n"])
+@pytest.mark.parametrize("left", ["", "{}", '{}\n["half a key', "{}\nnothing\n\n"])
 def test_what_a_crash_left_does_no_harm_to_what_follows(tmp_path, left):
     file = tmp_path / "m"
     file.write_text(left)

@@ -26,9 +26,7 @@ class Knows(LM):
 def test_every_task_asks_its_held_out_questions(name):
     found = run_at(Knows(), own_tasks([name], 6), Protocol())
     assert found["results"][name]["acc,none"] == 0.5
-    assert found["results"][name]["nats,none"] == pytest.approx(
-        sum(len(one.answer) for one in questions(name, 6)) / 6
-    )
+    assert found["results"][name]["nats,none"] == pytest.approx(sum(len(one.answer) for one in questions(name, 6)) / 6)
     assert len(found["samples"][name]) == 6
 
 

@@ -238,7 +238,7 @@ class LoopLM(TemplateLM):
             ValueError: for a generation setting that is not supported, by name.
         """
         turns: Counter[str] = Counter()
-        asked = []
+        asked: list[dict[str, Any]] = []
         for context, settings in (request.args for request in requests):
             params = _with_stop_ids(_sampling(settings, self.reader.max_gen_toks), self.reader.special)
             drawn = f"{context}{params}" if params["temperature"] else ""
