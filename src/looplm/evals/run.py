@@ -118,7 +118,8 @@ def _told(
 
 def _described(task: Any) -> dict[str, Any]:
     """A task's version, its shots, and a hash of how it asks and judges."""
-    config = {key: value for key, value in task.dump_config().items() if key != "custom_dataset"}
+    ours = ("custom_dataset", "metadata")  # where this machine has the records and the definition
+    config = {key: value for key, value in task.dump_config().items() if key not in ours}
     told = json.dumps(config, default=_source)
     return {"version": task.VERSION, "shots": task.config.num_fewshot or 0, "config": digest(told)}
 
