@@ -13,9 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from harness_tasks import character_tokenizer, choice, rolling, written
 from looplm.engine import FixedLoops
 from looplm.evals.depths import Depth, exit_depth, fixed_depths
-from looplm.evals.harness import Protocol, evaluate
+from looplm.evals.harness import Protocol, evaluate, run_at
 from looplm.evals.lm import LoopLM, Reader
 from looplm.evals.memo import Memo
+from looplm.evals.parity import parity
 from looplm.evals.results import Effort
 from looplm.evals.scoring import Pair, likelihoods
 from looplm.models import load
@@ -71,6 +72,23 @@ def test_scores_are_those_of_lm_evals_own_model(llama, chat):
                     (resp for (resp,) in mine["resps"]), (resp for (resp,) in other["resps"]), strict=True
                 ):
                     assert (logprob, greedy) == (pytest.approx(expected, abs=1e-4), same)
+
+
+def test_parity_says_how_far_a_model_lies_from_its_checkpoint(llama):
+    tasks, same = {"choice": choice(), "written": written()}, LoopLM(llama).reader
+    other = replace(same, model=load(llama), memo=Memo())
+    with torch.no_grad():
+        other.model.lm_head.weight.mul_(2)
+    assert all(row.difference < 1e-6 and row.furthest < 1e-4 for row in parity(same, llama, tasks, Protocol()))
+    found = [run_at(LoopLM(reader), tasks, Protocol())["samples"] for reader in (same, other)]
+    likely, texts = ([[one["resps"] for one in each[name]] for each in found] for name in ("choice", "written"))
+    apart = [
+        abs(a[0] - b[0]) for mine, theirs in zip(*likely, strict=True) for (a,), (b,) in zip(mine, theirs, strict=True)
+    ]
+    assert max(apart) > 1
+    furthest = {row.task: row.furthest for row in parity(replace(other, memo=Memo()), llama, tasks, Protocol())}
+    unlike = sum(mine != theirs for mine, theirs in zip(*texts, strict=True)) / len(texts[0])
+    assert furthest == {"choice": pytest.approx(max(apart), rel=1e-4), "written": unlike}
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
