@@ -424,6 +424,18 @@ def test_questions_without_a_right_answer_are_named(tmp_path, name, file, rows, 
         offline_tasks([name], tmp_path, shots=0)
 
 
+def test_examples_without_a_right_answer_are_named(tmp_path):
+    rows = lettered_rows("question", 4)
+    write_lines(tmp_path / "arc_easy/test.jsonl", rows)
+    write_lines(tmp_path / "arc_easy/train.jsonl", [*rows, rows[0] | {"choices": ["ash", "elm"]}])
+    with pytest.raises(ValueError, match=r"train.jsonl.* (example 5|differ in the kind)"):
+        offline_tasks(["arc_easy"], tmp_path, shots=1)
+    write_lines(tmp_path / "arc_easy/train.jsonl", [*rows, rows[0] | {"answerKey": "F"}])
+    with pytest.raises(ValueError, match=r"train.jsonl example 5 cannot be asked by arc_easy: 'F' is not in list"):
+        offline_tasks(["arc_easy"], tmp_path, shots=1)
+    assert offline_tasks(["arc_easy"], tmp_path, shots=0)
+
+
 def test_open_and_closed_book_ask_the_same_records(folder, tasks):
     closed, opened = (list(tasks[name].eval_docs) for name in ("openbookqa", "openbookqa_open"))
     assert closed == opened == lettered_rows("question_stem", 4, fact1="trees have leaves")

@@ -2,7 +2,7 @@
 
 import difflib
 import logging
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -277,7 +277,9 @@ def _task(task: _Definition, folder: Path | None, items: int | None, shots: int 
         sets[examples[0]] = _records(examples[1], None)
     built = _built(task, sets, shots, evaluated.origin)
     if folder is not None:
-        _check_questions(built, task.name, evaluated.origin)
+        _check_questions(built, built.task_docs, f"{evaluated.origin} question", task.name)
+        if examples:
+            _check_questions(built, built.fewshot_docs(), f"{examples[1].origin} example", task.name)
     built.set_config("task", task.name)
     built.set_fewshot_seed(_FEWSHOT_SEED)
     if shots > (least := len(built.sampler.fewshot_docs()) - (type(built.sampler) is ContextSampler)):
@@ -285,15 +287,15 @@ def _task(task: _Definition, folder: Path | None, items: int | None, shots: int 
     return built
 
 
-def _check_questions(built: Any, name: str, origin: str) -> None:
-    for number, doc in enumerate(built.task_docs, start=1):
+def _check_questions(built: Any, docs: Iterable[Any], origin: str, name: str) -> None:
+    for number, doc in enumerate(docs, start=1):
         try:
             asked, right = built.doc_to_text(doc), built.doc_to_target(doc)
             choices = built.doc_to_choice(doc) if built.OUTPUT_TYPE == "multiple_choice" else None
         except _MISFITS as error:
-            raise ValueError(f"{origin}: {name} cannot ask question {number}: {error}") from error
+            raise ValueError(f"{origin} {number} cannot be asked by {name}: {error}") from error
         if choices is not None and not _is_among(asked if built.multiple_input else right, choices):
-            raise ValueError(f"{origin}: question {number} of {name} has no right answer, or an empty choice")
+            raise ValueError(f"{origin} {number} has no right answer for {name}, or an empty choice")
 
 
 def _is_among(right: Any, choices: Sequence[str]) -> bool:
