@@ -74,6 +74,7 @@ class Evaluation:
 
 
 _EVALUATION = TypeAdapter(Evaluation)
+_GROUPS = TypeAdapter(dict[str, list[str]])
 
 
 def write_evaluation(path: Path, found: Evaluation) -> None:
@@ -91,12 +92,14 @@ def read_evaluation(path: Path) -> Evaluation:
         ValueError: if the file is missing or holds something else.
     """
     try:
-        return _EVALUATION.validate_json(path.read_bytes())
+        found = _EVALUATION.validate_json(path.read_bytes())
+        _GROUPS.validate_python(found.settings.get("groups", {}))
     except FileNotFoundError as error:
         raise ValueError(f"there is no file {path}; `looplm eval ... --out {path}` writes one") from error
     except ValidationError as error:
         where = ".".join(str(part) for part in error.errors()[0]["loc"])
         raise ValueError(f"{path} is not a result of `looplm eval` ({where}: {error.errors()[0]['msg']})") from error
+    return found
 
 
 def averages(task: str, depth: str, items: Sequence[Item], metrics: Iterable[str]) -> list[Score]:
@@ -156,9 +159,11 @@ def cuts(found: Evaluation) -> dict[str, int]:
 def table(found: Evaluation) -> list[dict[str, str]]:
     """A row for each task and metric, a column for each depth; then what a token costs at each.
 
-    Left out are the tasks of a group that has a row of its own, and what holds for one seed alone.
+    Left out are the tasks of a group that has a row of its own, unless they were asked for by name, and what holds for
+    one seed alone.
     """
     inside = {member for members in found.settings.get("groups", {}).values() for member in members}
+    inside -= set(found.settings.get("asked", ()))
     shown = [score for score in found.scores if score.task not in inside and "/seed=" not in score.metric]
     depths = list(dict.fromkeys(score.depth for score in shown))
     rows: dict[tuple[str, str], dict[str, str]] = {}

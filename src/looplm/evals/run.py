@@ -111,7 +111,8 @@ def _told(
         "max_length": reader.max_length, "max_gen_toks": reader.max_gen_toks, "limit": protocol.limit,
         "seed": protocol.seed, "chat": protocol.chat, "multiturn": protocol.multiturn, "system": protocol.system,
         "template": None if template is None else digest(str(template)),
-        "tasks": {name: _described(task) for name, task in tasks.items()}, "lm_eval": version("lm_eval"),
+        "asked": list(asked.tasks), "tasks": {name: _described(task) for name, task in tasks.items()},
+        "lm_eval": version("lm_eval"),
         "groups": {name: list(members) for name, members in groups.items() if members != (name,)},
     }  # fmt: skip
 
