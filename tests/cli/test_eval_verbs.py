@@ -1,6 +1,8 @@
 """The verbs of `looplm eval`, each from its arguments to its file, on models whose answers are known."""
 
 import json
+import math
+import shutil
 import sys
 
 import pytest
@@ -15,6 +17,7 @@ from harness_tasks import character_tokenizer
 from looplm.cli.main import app, main
 from looplm.data.tokenizer import train_tokenizer
 from looplm.engine import FixedLoops, SamplingParams
+from looplm.evals import run as evals_run
 from looplm.evals import sandbox
 from looplm.evals.benchmarks import benchmark_names, offline_tasks, tasks_of
 from looplm.evals.depths import fixed_depths
@@ -77,6 +80,10 @@ def data(tmp_path_factory):
     write_lines(
         folder / "lambada_openai/test.jsonl", [{"text": f"She saw {n} trees and liked the trees"} for n in range(4)]
     )
+    debt = {"sentence": "Ann paid Bea as _ was in debt.", "option1": "Ann", "option2": "Bea"}
+    write_lines(folder / "winogrande/validation.jsonl", [{**debt, "answer": answer} for answer in "12"])
+    baking = {"activity_label": "Baking", "ctx_a": "A woman bakes.", "ctx_b": "she", "endings": TREES}
+    write_lines(folder / "hellaswag/validation.jsonl", [{"ind": n, "label": str(n), **baking} for n in range(2)])
     for task in tasks_of("mmlu_other"):
         subject = task.removeprefix("mmlu_")
         write_lines(folder / f"mmlu/{subject}/test.jsonl", [
@@ -175,13 +182,13 @@ def test_loops_say_what_each_depth_adds(result):
     )
     assert {row["items"] for row in accuracy["gains"] if row["tasks"][0] == "mmlu_other"} == {26}
     (losses,) = found["losses"]
-    likelihoods = [
-        [item.metrics["perplexity"] for item in read.items["lambada_openai"][depth]] for depth in losses["depths"]
-    ]
+    nats = [[item.metrics["nats"] for item in read.items["lambada_openai"][depth]] for depth in losses["depths"]]
+    perplexities = [score.value for score in read.scores if score.metric == "perplexity"]
+    assert perplexities[:3] == pytest.approx([math.exp(sum(each) / 4) for each in nats])
     assert losses["depths"] == ["loops=1", "loops=2", "loops=3"]
-    assert losses["steps"][0]["fall"]["difference"]["value"] == pytest.approx(
-        (sum(likelihoods[1]) - sum(likelihoods[0])) / 4
-    )
+    assert losses["steps"][0]["fall"]["difference"]["value"] == pytest.approx((sum(nats[0]) - sum(nats[1])) / 4)
+    (perplexity,) = json.loads(done("loops", result[0], "--metric", "perplexity", "--json"))["metrics"]
+    assert perplexity["saturations"] == []  # its best is its least
     printed = done("loops", result[0])
     for part in (
         "acc: what each depth adds",
@@ -224,6 +231,71 @@ def test_two_results_are_compared_item_by_item(result, model, data, tmp_path):
     assert table.startswith("| task | depth |")
     assert "loops=3 against loops=1" in table
     assert "Settings that differ (A | B): none" in table
+
+
+def test_settings_say_how_a_task_asks_and_not_where_its_functions_lie(model, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(evals_run, "digest", str)
+    done(model, "--tasks", "winogrande,hellaswag", "--data", data, "--shots", 0, "--out", tmp_path / "r.json")
+    for told in read_evaluation(tmp_path / "r.json").settings["tasks"].values():
+        assert "def process_docs" in told["config"] or "def doc_to_choice" in told["config"]
+        assert " at 0x" not in told["config"]
+        assert "site-packages" not in told["config"]
+
+
+def test_a_depth_that_is_given_twice_is_one(model, data):
+    arguments = (
+        model,
+        "--tasks",
+        "arc_easy",
+        "--data",
+        data,
+        "--shots",
+        0,
+        "--loops",
+        "2,2",
+        "--exit",
+        "q=0.5",
+        "--json",
+    )
+    assert len(json.loads(done(*arguments, "--exit", "q=0.5"))["scores"]) == 4
+
+
+def test_what_is_longer_than_the_model_reads_is_told(model, data, tmp_path):
+    arguments = (model, "--tasks", "arc_easy", "--data", data, "--shots", 0, "--loops", "1,2")
+    assert "lost their beginning" not in run(*arguments, "--limit", 3).stderr
+    found = run(*arguments, "--limit", 3, "--max-length", 33, "--out", tmp_path / "cut.json")  # ARC's have 31 and more
+    assert "looplm: 3 questions (arc_easy) are longer than the model may read" in found.stderr
+    assert {item.cut for item in read_evaluation(tmp_path / "cut.json").items["arc_easy"]["loops=2"]} == {True}
+
+
+def test_a_result_that_could_not_be_written_is_refused_before_the_run(data, tmp_path):
+    (tmp_path / "file").touch()
+    found = run("no-model", "--tasks", "arc_easy", "--data", data, "--out", tmp_path / "file/r.json")
+    assert found.exit_code == 2
+    assert "is no folder that can be written to" in " ".join(found.stderr.replace("│", " ").split())
+
+
+def test_own_tasks_take_no_examples(model):
+    found = run(model, "--tasks", "compose", "--shots", 2)
+    assert (found.exit_code, found.stderr) == (
+        1, "looplm: compose is asked without examples; evaluate it apart from what takes 2 shots\n",
+    )  # fmt: skip
+
+
+def test_end_tokens_part_the_answers_of_a_cache(model, data, tmp_path):
+    """Those of generation_config.json, which are in no weight, config or tokenizer."""
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    ends = json.loads((other / "generation_config.json").read_text()) | {"eos_token_id": list(range(98))}
+    (other / "generation_config.json").write_text(json.dumps(ends))
+    for place in (model, other):
+        arguments = ("--tasks", "gsm8k_cot_zeroshot", "--data", data, "--max-length", 400, "--limit", 1)
+        done(place, *arguments, "--cache", tmp_path / "cache", "--out", tmp_path / f"{place.name}.json")
+    tokens = [
+        read_evaluation(tmp_path / f"{place.name}.json").items["gsm8k_cot_zeroshot"]["loops=3"][0].tokens
+        for place in (model, other)
+    ]
+    assert tokens[0] > tokens[1] == 1
 
 
 def test_every_benchmark_is_listed_with_its_data_or_the_way_to_it(data):

@@ -401,6 +401,71 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
             offline_tasks([name], tmp_path)
 
 
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize(
+    ("name", "file", "rows", "changes", "hint"),
+    [
+        ("arc_easy", "arc_easy/test", lettered_rows("question", 4), {"answerKey": "Z"}, "'Z' is not in list"),
+        ("arc_easy", "arc_easy/test", lettered_rows("question", 4), {"answerKey": None}, "no value for 'answerKey'"),
+        (
+            "arc_easy", "arc_easy/test", lettered_rows("question", 4),
+            {"choices": {"text": ["ash", "", "fir", "oak"], "label": list("ABCD")}}, "empty choice|out of range",
+        ),
+        ("mmlu_anatomy", "mmlu/anatomy/test", mmlu_rows("anatomy", 3), {"answer": 4}, "no right answer|out of range"),
+        ("mmlu_anatomy", "mmlu/anatomy/test", mmlu_rows("anatomy", 3), {"answer": -1}, "no right answer"),
+        ("piqa", "piqa/validation", PIQA * 2, {"label": -1}, "no right answer"),
+        ("hellaswag", "hellaswag/validation", HELLASWAG, {"label": ""}, "invalid literal"),
+        ("winogrande", "winogrande/validation", WINOGRANDE * 2, {"answer": ""}, "''"),
+    ],
+)  # fmt: skip
+def test_questions_without_a_right_answer_are_named(tmp_path, name, file, rows, changes, hint, place):
+    write_lines(tmp_path / f"{file}.jsonl", [row | (changes if n == place else {}) for n, row in enumerate(rows)])
+    with pytest.raises(ValueError, match=rf"{file}\.jsonl.*({hint})"):
+        offline_tasks([name], tmp_path, shots=0)
+
+
+def test_examples_without_a_right_answer_are_named(tmp_path):
+    rows = lettered_rows("question", 4)
+    write_lines(tmp_path / "arc_easy/test.jsonl", rows)
+    write_lines(tmp_path / "arc_easy/train.jsonl", [*rows, rows[0] | {"choices": ["ash", "elm"]}])
+    with pytest.raises(ValueError, match=r"train.jsonl.* (example 5|differ in the kind)"):
+        offline_tasks(["arc_easy"], tmp_path, shots=1)
+    write_lines(tmp_path / "arc_easy/train.jsonl", [*rows, rows[0] | {"answerKey": "F"}])
+    with pytest.raises(ValueError, match=r"train.jsonl example 5 cannot be asked by arc_easy: 'F' is not in list"):
+        offline_tasks(["arc_easy"], tmp_path, shots=1)
+    assert offline_tasks(["arc_easy"], tmp_path, shots=0)
+
+
+def test_open_and_closed_book_ask_the_same_records(folder, tasks):
+    closed, opened = (list(tasks[name].eval_docs) for name in ("openbookqa", "openbookqa_open"))
+    assert closed == opened == lettered_rows("question_stem", 4, fact1="trees have leaves")
+
+
+@pytest.mark.parametrize(
+    ("files", "hint"),
+    [
+        (["test-00000-of-00002.jsonl"], "holds 1 of 2 parts of the test split"),
+        (["test.jsonl", "test-00000-of-00001.jsonl"], "test split twice"),
+        (["test-00000-of-00001.jsonl", "test-00000-of-00002.jsonl", "test-00001-of-00002.jsonl"], "test split twice"),
+        (["test/data-00001-of-00003.jsonl", "test/data-00002-of-00003.jsonl"], "holds 2 of 3 parts"),
+        (["test.jsonl", "test/data-00000-of-00001.jsonl"], "test split twice"),
+    ],
+)
+def test_a_split_is_read_once_and_whole(tmp_path, files, hint):
+    for file in files:
+        write_lines(tmp_path / "gsm8k" / file, GSM8K)
+    with pytest.raises(ValueError, match=hint):
+        offline_tasks(["gsm8k_cot"], tmp_path)
+
+
+def test_what_was_made_of_a_saved_split_is_not_read(tmp_path):
+    saved = tmp_path / "gsm8k/test"
+    Dataset.from_list(GSM8K * 2).save_to_disk(saved, num_shards=2)
+    Dataset.from_dict({"question": ["made of it"], "answer": ["#### 1"]}).save_to_disk(tmp_path / "other")
+    (tmp_path / "other/data-00000-of-00001.arrow").rename(saved / "cache-0123.arrow")
+    assert list(offline_tasks(["gsm8k_cot"], tmp_path)["gsm8k_cot"].eval_docs) == GSM8K * 2
+
+
 def test_a_split_that_is_there_twice_is_refused(tmp_path):
     write_lines(tmp_path / "gsm8k/test.jsonl", GSM8K)
     Dataset.from_list(GSM8K).to_parquet(tmp_path / "gsm8k/test.parquet")

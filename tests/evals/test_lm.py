@@ -12,11 +12,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from harness_tasks import character_tokenizer, choice, rolling, written
 from looplm.engine import FixedLoops
-from looplm.evals import memo
 from looplm.evals.depths import Depth, exit_depth, fixed_depths
-from looplm.evals.harness import Protocol, evaluate
+from looplm.evals.harness import Protocol, evaluate, run_at
 from looplm.evals.lm import LoopLM, Reader
 from looplm.evals.memo import Memo
+from looplm.evals.parity import parity
+from looplm.evals.results import Effort
 from looplm.evals.scoring import Pair, likelihoods
 from looplm.models import load
 
@@ -71,6 +72,23 @@ def test_scores_are_those_of_lm_evals_own_model(llama, chat):
                     (resp for (resp,) in mine["resps"]), (resp for (resp,) in other["resps"]), strict=True
                 ):
                     assert (logprob, greedy) == (pytest.approx(expected, abs=1e-4), same)
+
+
+def test_parity_says_how_far_a_model_lies_from_its_checkpoint(llama):
+    tasks, same = {"choice": choice(), "written": written()}, LoopLM(llama).reader
+    other = replace(same, model=load(llama), memo=Memo())
+    with torch.no_grad():
+        other.model.lm_head.weight.mul_(2)
+    assert all(row.difference < 1e-6 and row.furthest < 1e-4 for row in parity(same, llama, tasks, Protocol()))
+    found = [run_at(LoopLM(reader), tasks, Protocol())["samples"] for reader in (same, other)]
+    likely, texts = ([[one["resps"] for one in each[name]] for each in found] for name in ("choice", "written"))
+    apart = [
+        abs(a[0] - b[0]) for mine, theirs in zip(*likely, strict=True) for (a,), (b,) in zip(mine, theirs, strict=True)
+    ]
+    assert max(apart) > 1
+    furthest = {row.task: row.furthest for row in parity(replace(other, memo=Memo()), llama, tasks, Protocol())}
+    unlike = sum(mine != theirs for mine, theirs in zip(*texts, strict=True)) / len(texts[0])
+    assert furthest == {"choice": pytest.approx(max(apart), rel=1e-4), "written": unlike}
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -169,35 +187,62 @@ def test_a_start_token_stands_once():
         assert lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, ("<s>ab",), 0)]) == [one.logprob]
 
 
-def test_long_texts_lose_their_beginning_and_limits_are_kept():
+def asked(kind, *arguments, doc=0):
+    return Instance(kind, {}, arguments, 0, ("some", doc, 1))
+
+
+def test_long_texts_lose_their_beginning_which_is_told_and_limits_are_kept():
     lm = LoopLM(reader_of(tiny_model(vocab_size=98), fixed_depths([1]), max_length=32))
-    (done,) = lm.generated([("a" * 50, {"until": [], "max_gen_toks": 8})])
-    (same,) = lm.generated([("a" * 24, {"until": ["", "never"], "max_gen_toks": 8})])
+    settings = {"until": ["", "never"], "max_gen_toks": 8}
+    done, same = lm.generate_until([asked("generate_until", "a" * size, settings, doc=size) for size in (50, 24)])
     assert done == same
-    assert (done["tokens"], done["reason"]) == (8, "length")
+    assert [lm.effort("some", size) for size in (50, 24)] == [
+        Effort(tokens=8, loops=1, cut=cut) for cut in (True, False)
+    ]
+    lm.loglikelihood([asked("loglikelihood", "a" * size, "bcd", doc=-size) for size in (30, 31)])
+    assert [lm.effort("some", -size).cut for size in (30, 31)] == [False, True]  # of 33 tokens, 32 are read
+    lm.loglikelihood_rolling([asked("loglikelihood_rolling", "a" * 90, doc=1)])
+    assert lm.effort("some", 1) == Effort(tokens=90, loops=1, cut=False)
     with pytest.raises(ValueError, match="32 tokens to generate leave no room in max_length=32"):
-        lm.generated([("a", {"until": "x", "max_gen_toks": 32})])
+        lm.generate_until([asked("generate_until", "a", {"until": "x", "max_gen_toks": 32})])
     with pytest.raises(ValueError, match="'num_beams' is not supported"):
-        lm.generated([("a", {"num_beams": 3})])
+        lm.generate_until([asked("generate_until", "a", {"num_beams": 3})])
 
 
-def test_empty_continuations_are_refused():
+def test_a_question_that_comes_twice_counts_its_own_tokens_alone():
+    lm = LoopLM(reader_of(tiny_model(vocab_size=98), fixed_depths([2])))
+    lm.loglikelihood([asked("loglikelihood", "ab", end, doc=doc) for doc in (0, 1) for end in ("cde", "f")])
+    assert [lm.effort("some", doc) for doc in (0, 1)] == [Effort(tokens=4, loops=2, cut=False)] * 2
+
+
+@pytest.mark.parametrize("context", ["the end", "the end ", ""])
+def test_empty_continuations_are_refused(context):
     lm = LoopLM(reader_of(tiny_model(vocab_size=98), fixed_depths([1])))
-    with pytest.raises(ValueError, match="the continuation of 'the end' is empty"):
-        lm.loglikelihood([Instance("loglikelihood", {}, ("the end", ""), 0)])
+    with pytest.raises(ValueError, match=f"the continuation of '{context}' is empty"):
+        lm.loglikelihood([asked("loglikelihood", context, "")])
 
 
-def test_equal_sampled_requests_draw_anew_and_come_again_with_the_seed():
+def test_likelihoods_that_are_no_numbers_are_refused():
     model = tiny_model(vocab_size=98)
-    hot = ("ab", {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0})
-    first, again, other = (
-        LoopLM(reader_of(model, fixed_depths([2]), seed=seed)).generate_until(
-            [Instance("generate_until", {}, hot, number) for number in range(3)]
-        )
-        for seed in (0, 0, 100)
-    )
-    assert first == again
-    assert len({*first, *other}) == 6
+    with torch.no_grad():
+        model.lm_head.weight[5] = torch.nan
+    with pytest.raises(ValueError, match="not numbers at loops=2; leave that depth out"):
+        evaluate(reader_of(model, fixed_depths([2])), {"choice": choice()}, Protocol())
+
+
+def test_sampled_requests_draw_for_themselves_and_come_again_with_the_seed():
+    model = tiny_model(vocab_size=98)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()  # all tokens are equally likely, so that texts tell what was drawn alone
+    hot = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0}
+
+    def drawn(seed, *prompts):
+        lm = LoopLM(reader_of(model, fixed_depths([2]), seed=seed))
+        return lm.generate_until([asked("generate_until", prompt, hot) for prompt in prompts])
+
+    first = drawn(0, "ab", "ab", "ab", "cd", "ef")
+    assert drawn(0, "ef", "cd", "ab", "ab", "ab") == [first[4], first[3], *first[:3]]
+    assert len({*first, *drawn(1, "ab", "ab", "ab", "cd", "ef")}) == 10
 
 
 def test_answers_are_kept_under_their_settings_alone(tmp_path):
@@ -210,31 +255,27 @@ def test_answers_are_kept_under_their_settings_alone(tmp_path):
     again = evaluate(reader_of(model, depths, memo=Memo({"model": "a"}, tmp_path / "m.jsonl")), tasks, Protocol())
     assert again == first
     assert (tmp_path / "m.jsonl").read_text() == kept
-    (tmp_path / "m.jsonl").write_text(kept[:-7])  # a run that died while it wrote
-    assert len(Memo({"model": "a"}, tmp_path / "m.jsonl")._found) == kept.count("\n") - 2
-    with pytest.raises(ValueError, match="holds answers under other settings"):
-        Memo({"model": "b"}, tmp_path / "m.jsonl")
 
 
-def test_an_interrupt_loses_what_was_asked_last_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(memo, "_AT_ONCE", 3)
+def test_an_interrupt_loses_no_completion_that_has_ended(tmp_path):
+    model, heard = tiny_model(vocab_size=98), []
 
-    def answer(some):
-        if "g" in some:
+    def stop(what, done, total):
+        heard.append(done)
+        if done == 3:
             raise KeyboardInterrupt
-        return [[one.upper(), len(one)] for one in some]
 
+    def lm(advance):
+        memo = Memo({}, tmp_path / "m.jsonl")
+        return LoopLM(reader_of(model, fixed_depths([1]), memo=memo, batch_size=2, advance=advance))
+
+    requests = [asked("generate_until", prompt, {"until": [], "max_gen_toks": 5}) for prompt in "abcdefg"]
     with pytest.raises(KeyboardInterrupt):
-        Memo({}, tmp_path / "m").answers(["1", "2"], list("abcdefg"), answer)
-    asked = []
-
-    def again(some):
-        asked.extend(some)
-        return [[one.upper(), len(one)] for one in some]
-
-    told = Memo({}, tmp_path / "m").answers(["1", "2"], list("abcdefgab"), again)
-    assert told == [[one.upper(), 1] for one in "abcdefgab"]
-    assert asked == ["g"]
+        lm(stop).generate_until(requests)
+    heard.clear()
+    told = lm(lambda what, done, total: heard.append(total)).generate_until(requests)
+    assert set(heard) == {4}
+    assert told == LoopLM(reader_of(model, fixed_depths([1]))).generate_until(requests)
 
 
 def test_a_depth_beyond_the_models_own_is_a_depth_too():

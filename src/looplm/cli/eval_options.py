@@ -1,6 +1,7 @@
 """What the verbs of `looplm eval` share: options, how they are read, and how results end."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,16 @@ if TYPE_CHECKING:
     from looplm.evals.subject import ModelSettings
 
 _WIDE = 1000  # columns where no terminal says how many it has
+
+
+def _writable(path: Path | None) -> Path | None:
+    """Found out before hours are spent, not after."""
+    if path is not None:
+        place = next(each for each in path.parents if each.exists())
+        if not place.is_dir() or not os.access(place, os.W_OK):
+            raise typer.BadParameter(f"'{place}' is no folder that can be written to")
+    return path
+
 
 Model = Annotated[str, typer.Argument(help="A checkpoint, a run folder or a hub id.", show_default=False)]
 Loops = Annotated[str | None, typer.Option(help="Loop counts joined by commas; the model's own by default.")]
@@ -38,7 +49,8 @@ Data = Annotated[
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(max=1.0, help="The nucleus to sample from.")]
 Out = Annotated[
-    Path | None, typer.Option(dir_okay=False, help="Result file to write, for `compare` and `loops`.")
+    Path | None,
+    typer.Option(dir_okay=False, callback=_writable, help="Result file to write, for `compare` and `loops`."),
 ]  # fmt: skip
 
 
@@ -94,13 +106,19 @@ def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def finish(found: "Evaluation", out: Path | None, as_json: bool) -> None:
     """Write the result where it is asked for, and print it."""
-    from looplm.evals.results import table, write_evaluation
+    from looplm.evals.results import cuts, table, write_evaluation
 
-    if out is not None:
-        write_evaluation(out, found)
+    if cut := cuts(found):
+        tasks = f"{', '.join(list(cut)[:3])}{' and more' if len(cut) > 3 else ''}"
+        typer.echo(
+            f"looplm: {sum(cut.values())} questions ({tasks}) are longer than the model may read, so they lost their "
+            "beginning; see --max-length",
+            err=True,
+        )
     if as_json:
         typer.echo(json.dumps(asdict(found)))
     else:
         print_rows(console(), table(found))
     if out is not None:
+        write_evaluation(out, found)
         typer.echo(f"wrote {out}", err=True)

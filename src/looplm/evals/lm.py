@@ -1,5 +1,6 @@
 """looplm as a model of lm-eval: every request at a depth, and many depths from one forward."""
 
+import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,16 +18,18 @@ from transformers import PreTrainedTokenizerFast
 
 from looplm.data.chat import rendered
 from looplm.data.tokenizer import load_tokenizer
-from looplm.engine import Engine, SamplingParams
+from looplm.engine import Completion, Engine, SamplingParams
 from looplm.evals.asking import begins, prefix_id, text_ids
 from looplm.evals.depths import Depth, exit_depth, fixed_depths
-from looplm.evals.memo import Memo
+from looplm.evals.memo import Keep, Memo
 from looplm.evals.progress import Advance, each_of, unheard
+from looplm.evals.results import Effort
 from looplm.evals.scoring import Pair, likelihoods
 from looplm.models import LoopLMForCausalLM, load
 from looplm.training.opening import latest_checkpoint
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_AT_ONCE = 1024  # likelihoods that are asked together: what an interrupt may lose of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,38 +76,47 @@ class Reader:
     def likelihoods(self, pairs: Sequence[Pair]) -> list[list[dict[str, Any]]]:
         """As `looplm.evals.scoring.likelihoods`; what was asked before is remembered."""
 
-        def ask(some: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-            told = likelihoods(
-                self.model, [Pair(**one) for one in some], self.depths, self.batch_size, self.max_length, self.advance
-            )  # fmt: skip
-            return [[asdict(one) for one in row] for row in told]
+        def ask(some: Sequence[dict[str, Any]], keep: Keep) -> None:
+            for first in range(0, len(some), _AT_ONCE):
+                chosen = [Pair(**one) for one in some[first : first + _AT_ONCE]]
+                told = likelihoods(
+                    self.model, chosen, self.depths, self.batch_size, self.max_length, self.advance
+                )  # fmt: skip
+                for place, row in enumerate(told, start=first):
+                    keep(place, [asdict(one) for one in row])
 
         return self.memo.answers([depth.name for depth in self.depths], [asdict(pair) for pair in pairs], ask)
 
     def completions(self, depth: Depth, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Completions of {"prompt", "params", "turn"} at `depth`: text, tokens made, mean loops, and why they ended.
 
-        `turn` counts equal requests, each of which draws anew.
+        `turn` counts equal requests, each of which draws anew; what is drawn depends on the seed, the prompt and it.
         """
         longest = max((request["params"]["max_tokens"] for request in requests), default=1)
         if longest >= self.max_length:
             raise ValueError(f"{longest} tokens to generate leave no room in max_length={self.max_length}; lower them")
 
-        def ask(some: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-            params = [SamplingParams(**request["params"], seed=self.seed + request["turn"]) for request in some]
-            prompts = [
-                request["prompt"][-(self.max_length - each.max_tokens) :]
-                for request, each in zip(some, params, strict=True)
-            ]
+        def ask(some: Sequence[dict[str, Any]], keep: Keep) -> None:
+            params = [SamplingParams(**request["params"], seed=_seed(self.seed, request)) for request in some]
+            prompts = [request["prompt"][-self.room(request) :] for request in some]
             engine = Engine(
                 self.model, self.tokenizer, depth=depth.policy, kv=self.kv, loops=depth.loops,
                 max_rows=min(self.batch_size, len(prompts)), kv_bytes=2**40,
                 max_length=max(len(prompt) + each.max_tokens for prompt, each in zip(prompts, params, strict=True)),
             )  # fmt: skip
-            told = each_of(len(prompts), f"completions at {depth.name}", self.advance)
-            return [[_completion(done)] for done in engine.generate(prompts, params, told=told)]
+            heard = each_of(len(prompts), f"completions at {depth.name}", self.advance)
+
+            def told(done: Completion) -> None:
+                keep(done.number, [_completion(done)])
+                heard(done)
+
+            engine.generate(prompts, params, told=told)
 
         return [row[0] for row in self.memo.answers([f"{depth.name} kv={self.kv}"], requests, ask)]
+
+    def room(self, request: Mapping[str, Any]) -> int:
+        """Tokens of its prompt that the model may see beside those that it is to make."""
+        return self.max_length - request["params"]["max_tokens"]
 
 
 @register_model("looplm")
@@ -124,7 +136,7 @@ class LoopLM(TemplateLM):
     ) -> None:  # fmt: skip
         super().__init__()
         self.backend = "causal"
-        self._noted: dict[str, list[tuple[int, float]]] = defaultdict(list)
+        self._noted: dict[tuple[str | None, int | None], list[Effort]] = defaultdict(list)
         if isinstance(pretrained, Reader):
             self.reader, (self.depth, *_) = pretrained, pretrained.depths
             return
@@ -186,33 +198,31 @@ class LoopLM(TemplateLM):
         Raises:
             ValueError: naming the context whose continuation is empty.
         """
-        for request in requests:
-            context, continuation = request.args
-            if not self.tok_encode(continuation, add_special_tokens=False):
-                raise ValueError(f"the continuation of '{context[-60:]}' is empty; nothing of it can be scored")
-        return super().loglikelihood(requests, disable_tqdm)
+        told = self._told(requests, [[self._pair(*request.args)] for request in requests], rolling=False)
+        return [(one["logprob"], one["greedy"]) for (one,) in told]
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:  # fmt: skip
-        pairs = [Pair(context=tuple(context), continuation=tuple(ids)) for _, context, ids in requests]
-        told = self._at_depth(pairs)
-        for number, answer in enumerate(told):
-            self._note(requests[number][0], len(pairs[number].continuation), answer["loops"])
-        return [(answer["logprob"], answer["greedy"]) for answer in told]
+        told = self._at_depth([Pair(context=tuple(context), continuation=tuple(ids)) for _, context, ids in requests])
+        return [(one["logprob"], one["greedy"]) for one in told]
+
+    def _pair(self, context: str, continuation: str) -> Pair:
+        """As lm-eval cuts them: the two are encoded as one text, a space between them goes with the continuation."""
+        if context:
+            before, ids = self._encode_pair(context, continuation)
+        else:
+            ids = self.tok_encode(continuation, add_special_tokens=False)
+            before, ids = (ids[:1], ids[1:]) if ids[:1] == [self.prefix_token_id] else ([self.prefix_token_id], ids)
+        if not continuation or not ids:
+            raise ValueError(f"the continuation of '{context[-60:]}' is empty; nothing of it can be scored")
+        return Pair(context=tuple(before), continuation=tuple(ids))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of whole texts; the first token follows the prefix token, once a text, and windows of
         `max_length` are disjoint in what they score."""
-        windows = [self._windows(request.args[0]) for request in requests]
-        told = iter(self._at_depth([pair for some in windows for pair in some]))
-        sums = []
-        for request, some in zip(requests, windows, strict=True):
-            parts = [next(told) for _ in some]
-            for pair, one in zip(some, parts, strict=True):
-                self._note(request.args, len(pair.continuation), one["loops"])
-            sums.append(sum(one["logprob"] for one in parts))
-        return sums
+        told = self._told(requests, [self._windows(request.args[0]) for request in requests], rolling=True)
+        return [sum(one["logprob"] for one in some) for some in told]
 
     def _windows(self, text: str) -> list[Pair]:
         prefix, tokens = self.reader.prefix, self.reader.encode(text, starts=False)
@@ -227,30 +237,37 @@ class LoopLM(TemplateLM):
         Raises:
             ValueError: for a generation setting that is not supported, by name.
         """
-        told = self.generated([request.args for request in requests])
-        for request, done in zip(requests, told, strict=True):
-            self._note(request.args, done["tokens"], done["loops"] or 0.0)
-        return [done["text"] for done in told]
-
-    def generated(self, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-        """The completions of (context, generation settings): text, tokens, mean loops, why they ended."""
         turns: Counter[str] = Counter()
-        asked = []
-        for context, settings in requests:
+        asked: list[dict[str, Any]] = []
+        for context, settings in (request.args for request in requests):
             params = _with_stop_ids(_sampling(settings, self.reader.max_gen_toks), self.reader.special)
             drawn = f"{context}{params}" if params["temperature"] else ""
             asked.append({"prompt": self.tok_encode(context), "params": params, "turn": turns[drawn]})
             turns[drawn] += bool(drawn)
-        return self.reader.completions(self.depth, asked)
+        told = self.reader.completions(self.depth, asked)
+        for request, each, done in zip(requests, asked, told, strict=True):
+            cut = len(each["prompt"]) > self.reader.room(each)
+            self._note(request, Effort(tokens=done["tokens"], loops=done["loops"], cut=cut))
+        return [done["text"] for done in told]
 
-    def effort(self, arguments: Sequence[Any]) -> tuple[int, float | None]:
-        """Tokens made or scored for requests of these arguments, and their mean loops; None where there were none."""
-        noted = [one for each in arguments for one in self._noted[json.dumps(each)]]
-        tokens = sum(count for count, _ in noted)
-        return tokens, sum(count * loops for count, loops in noted) / tokens if tokens else None
+    def effort(self, task: str, doc_id: int) -> Effort:
+        """What the requests of a task's question took, together."""
+        return Effort.of(self._noted[task, doc_id])
 
-    def _note(self, arguments: Any, tokens: int, loops: float) -> None:
-        self._noted[json.dumps(arguments)].append((tokens, loops))
+    def _note(self, request: Instance, effort: Effort) -> None:
+        self._noted[request.task_name, request.doc_id].append(effort)
+
+    def _told(
+        self, requests: Sequence[Instance], pairs: Sequence[Sequence[Pair]], rolling: bool
+    ) -> list[list[dict[str, Any]]]:  # fmt: skip
+        """What the pairs of each request come to; windows of a whole text are no cuts of it."""
+        told = iter(self._at_depth([pair for some in pairs for pair in some]))
+        found = [[next(told) for _ in some] for some in pairs]
+        for request, some, parts in zip(requests, pairs, found, strict=True):
+            for pair, one in zip(some, parts, strict=True):
+                cut = not rolling and pair.length > self.reader.max_length
+                self._note(request, Effort(tokens=len(pair.continuation), loops=one["loops"], cut=cut))
+        return found
 
     def _at_depth(self, pairs: Sequence[Pair]) -> list[dict[str, Any]]:
         place = [depth.name for depth in self.reader.depths].index(self.depth.name)
@@ -283,7 +300,13 @@ def _with_stop_ids(params: dict[str, Any], special: Mapping[str, int]) -> dict[s
     return params | {"stop": [stop for stop in params["stop"] if stop.strip() not in special], "stop_token_ids": ids}
 
 
-def _completion(done: Any) -> dict[str, Any]:
+def _seed(seed: int, request: Mapping[str, Any]) -> int:
+    """Its own for every prompt and turn, whatever else is asked: neither prompts nor neighbouring seeds share draws."""
+    drawn = json.dumps([seed, request["prompt"], request["turn"]])
+    return int.from_bytes(hashlib.blake2b(drawn.encode(), digest_size=7).digest())
+
+
+def _completion(done: Completion) -> dict[str, Any]:
     if done.error is not None:
         raise ValueError(f"a completion failed: {done.error}")
     loops = sum(done.loops) / len(done.loops) if done.loops else None

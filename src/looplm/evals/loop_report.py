@@ -7,10 +7,9 @@ from itertools import pairwise
 from looplm.evals.compare import Comparison, compare
 from looplm.evals.depths import is_fixed
 from looplm.evals.loop_gains import CategoryGain, LossStep, Saturation, gain_by_category, loss_decreases, saturations
-from looplm.evals.results import Evaluation, Item, with_groups
+from looplm.evals.results import NATS, Evaluation, Item, with_groups
 
 _RISING = ("right", "acc", "exact_match", "math_verify", "pass@", "rating", "roc_auc")  # more is better
-_LIKELIHOOD = "perplexity"  # so lm-eval calls an item's log-likelihood
 
 ByDepth = Mapping[str, Sequence[Item]]
 Groups = Mapping[str, Sequence[str]]
@@ -18,7 +17,10 @@ Groups = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True, kw_only=True)
 class MetricReport:
-    """Of one metric: how much depth each task needs, what each depth adds to the one before, and groups by task."""
+    """Of one metric: how much depth each task needs, what each depth adds to the one before, and groups by task.
+
+    Of a metric of which more is not known to be better, no saturation.
+    """
 
     metric: str
     saturations: tuple[Saturation, ...]
@@ -28,7 +30,7 @@ class MetricReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Losses:
-    """The test of E[L(t+1)] <= E[L(t)] on a task's log-likelihoods; `depths` are the result's, in their order."""
+    """The test of E[L(t+1)] <= E[L(t)] on the nats of a task; `depths` are the result's, in their order."""
 
     task: str
     depths: tuple[str, ...]
@@ -63,8 +65,8 @@ def loop_report(found: Evaluation, metric: str | None = None) -> LoopReport:
     wanted = [metric] if metric is not None else known
     metrics = [
         MetricReport(
-            metric=name, saturations=tuple(saturations(outer, name)), gains=tuple(_gains(outer, name)),
-            categories=_by_member(fixed, groups, name),
+            metric=name, saturations=tuple(saturations(outer, name)) if name in known else (),
+            gains=tuple(_gains(outer, name)), categories=_by_member(fixed, groups, name),
         )
         for name in wanted
     ]  # fmt: skip
@@ -94,10 +96,10 @@ def _gains(found: Evaluation, metric: str) -> list[Comparison]:
 def _losses(found: Evaluation) -> list[Losses]:
     told = []
     for task, depths in found.items.items():
-        marks = [{item.id: item.metrics.get(_LIKELIHOOD) for item in items} for items in depths.values()]
-        shared = [id for id in marks[0] if all(each.get(id) is not None for each in marks)]
+        marks = [{item.id: item.metrics[NATS] for item in items if NATS in item.metrics} for items in depths.values()]
+        shared = [id for id in marks[0] if all(id in each for each in marks)]
         if len(marks) > 1 and len(shared) > 1:
-            losses = [[-(each[id] or 0.0) for each in marks] for id in shared]
+            losses = [[each[id] for each in marks] for id in shared]
             told.append(Losses(task=task, depths=tuple(depths), steps=tuple(loss_decreases(losses))))
     return told
 

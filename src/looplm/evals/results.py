@@ -12,19 +12,39 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+NATS = "nats"  # the metric that is minus the log-likelihood of what should be said: less is better
+
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
     """One question of a task at one depth.
 
     id: the same for every model (the task's own, or a hash of the question) · metrics: by name, 1.0 for right
-    tokens: how many were generated, or scored where none was · loops: done on average by each.
+    tokens: how many were generated, or scored where none was · loops: done on average by each
+    cut: whether the beginning of what was asked was left out, since it is longer than the model may read.
     """
 
     id: str
     metrics: Mapping[str, float]
     tokens: int | None = None
     loops: float | None = None
+    cut: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """What requests took: tokens made or scored, their mean loops (None of no token), and `cut` as of `Item`."""
+
+    tokens: int
+    loops: float | None
+    cut: bool
+
+    @classmethod
+    def of(cls, parts: Sequence["Effort"]) -> "Effort":
+        """That of all of them together."""
+        tokens = sum(part.tokens for part in parts)
+        loops = sum(part.tokens * (part.loops or 0.0) for part in parts) / tokens if tokens else None
+        return cls(tokens=tokens, loops=loops, cut=any(part.cut for part in parts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +74,7 @@ class Evaluation:
 
 
 _EVALUATION = TypeAdapter(Evaluation)
+_GROUPS = TypeAdapter(dict[str, list[str]])
 
 
 def write_evaluation(path: Path, found: Evaluation) -> None:
@@ -71,12 +92,14 @@ def read_evaluation(path: Path) -> Evaluation:
         ValueError: if the file is missing or holds something else.
     """
     try:
-        return _EVALUATION.validate_json(path.read_bytes())
+        found = _EVALUATION.validate_json(path.read_bytes())
+        _GROUPS.validate_python(found.settings.get("groups", {}))
     except FileNotFoundError as error:
         raise ValueError(f"there is no file {path}; `looplm eval ... --out {path}` writes one") from error
     except ValidationError as error:
         where = ".".join(str(part) for part in error.errors()[0]["loc"])
         raise ValueError(f"{path} is not a result of `looplm eval` ({where}: {error.errors()[0]['msg']})") from error
+    return found
 
 
 def averages(task: str, depth: str, items: Sequence[Item], metrics: Iterable[str]) -> list[Score]:
@@ -124,12 +147,23 @@ def with_groups(found: Evaluation) -> Evaluation:
     return replace(found, items={**found.items, **groups})
 
 
+def cuts(found: Evaluation) -> dict[str, int]:
+    """How many questions of each task lost their beginning, of the tasks where any did."""
+    counts = {
+        task: max((sum(item.cut for item in items) for items in depths.values()), default=0)
+        for task, depths in found.items.items()
+    }
+    return {task: count for task, count in counts.items() if count}
+
+
 def table(found: Evaluation) -> list[dict[str, str]]:
     """A row for each task and metric, a column for each depth; then what a token costs at each.
 
-    Left out are the tasks of a group that has a row of its own, and what holds for one seed alone.
+    Left out are the tasks of a group that has a row of its own, unless they were asked for by name, and what holds for
+    one seed alone.
     """
     inside = {member for members in found.settings.get("groups", {}).values() for member in members}
+    inside -= set(found.settings.get("asked", ()))
     shown = [score for score in found.scores if score.task not in inside and "/seed=" not in score.metric]
     depths = list(dict.fromkeys(score.depth for score in shown))
     rows: dict[tuple[str, str], dict[str, str]] = {}

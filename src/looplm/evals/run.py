@@ -1,6 +1,6 @@
 """One evaluation by lm-eval's tasks, from a checkpoint to a result that says all that decided it."""
 
-import hashlib
+import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from looplm.evals.memo import Memo
 from looplm.evals.own_tasks import OWN, own_tasks
 from looplm.evals.parity import Parity, parity
 from looplm.evals.progress import Advance, unheard
-from looplm.evals.results import Evaluation, Score, averages
+from looplm.evals.results import Evaluation, Score, averages, digest
 from looplm.evals.subject import ModelSettings, Subject, open_subject
 
 
@@ -78,10 +78,17 @@ def run_parity(
 
 
 def _tasks(asked: TaskSettings) -> dict[str, Any]:
+    """lm-eval's tasks and ours, by name.
+
+    Raises:
+        ValueError: for none, an unknown one, missing data, or examples where there are none.
+    """
     if not asked.tasks:
         raise ValueError("name at least one task; `looplm eval tasks` lists them")
-    others = [name for name in asked.tasks if name not in OWN]
-    return offline_tasks(others, asked.data, shots=asked.shots) | own_tasks([n for n in asked.tasks if n in OWN])
+    ours = [name for name in asked.tasks if name in OWN]
+    if ours and asked.shots:
+        raise ValueError(f"{ours[0]} is asked without examples; evaluate it apart from what takes {asked.shots} shots")
+    return offline_tasks([n for n in asked.tasks if n not in OWN], asked.data, shots=asked.shots) | own_tasks(ours)
 
 
 def _reader(subject: Subject, asked: TaskSettings, advance: Advance) -> Reader:
@@ -103,27 +110,34 @@ def _told(
         **subject.settings, "start_token": reader.begins, "prefix": reader.prefix,
         "max_length": reader.max_length, "max_gen_toks": reader.max_gen_toks, "limit": protocol.limit,
         "seed": protocol.seed, "chat": protocol.chat, "multiturn": protocol.multiturn, "system": protocol.system,
-        "template": None if template is None else _digest(str(template)),
-        "tasks": {name: _described(task) for name, task in tasks.items()}, "lm_eval": version("lm_eval"),
+        "template": None if template is None else digest(str(template)),
+        "asked": list(asked.tasks), "tasks": {name: _described(task) for name, task in tasks.items()},
+        "lm_eval": version("lm_eval"),
         "groups": {name: list(members) for name, members in groups.items() if members != (name,)},
     }  # fmt: skip
 
 
 def _described(task: Any) -> dict[str, Any]:
     """A task's version, its shots, and a hash of how it asks and judges."""
-    config = {key: str(value) for key, value in task.dump_config().items() if key != "custom_dataset"}
-    return {"version": task.VERSION, "shots": task.config.num_fewshot or 0, "config": _digest(json.dumps(config))}
+    ours = ("custom_dataset", "metadata")  # where this machine has the records and the definition
+    config = {key: value for key, value in task.dump_config().items() if key not in ours}
+    told = json.dumps(config, default=_source)
+    return {"version": task.VERSION, "shots": task.config.num_fewshot or 0, "config": digest(told)}
 
 
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+def _source(value: Any) -> str:
+    """What a function or class of a task's definition says, wherever it lies in memory."""
+    return inspect.getsource(value) if inspect.isroutine(value) or inspect.isclass(value) else str(value)
 
 
 def _memo(cache: Path, told: Mapping[str, Any]) -> Memo:
     """Answers depend on the model and how it is read, not on which questions a task asks."""
-    kept = ("checkpoint", "dtype", "device", "tokenizer", "start_token", "prefix", "kv", "max_length", "seed")
+    kept = (
+        "checkpoint", "dtype", "device", "tokenizer", "start_token", "prefix", "end_tokens", "kv", "max_length", "seed",
+        "looplm", "torch",
+    )  # fmt: skip
     settings = {name: told[name] for name in kept}
-    return Memo(settings, cache / f"{_digest(json.dumps(settings, sort_keys=True))}.jsonl")
+    return Memo(settings, cache / f"{digest(json.dumps(settings, sort_keys=True))}.jsonl")
 
 
 def _group_scores(name: str, members: list[str], items: Items) -> list[Score]:

@@ -24,6 +24,11 @@ class Pair:
     context: tuple[int, ...]
     continuation: tuple[int, ...]
 
+    @property
+    def length(self) -> int:
+        """Tokens that a model reads to score it: all but the last."""
+        return len(self.context) + len(self.continuation) - 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class Likelihood:
@@ -58,7 +63,8 @@ def likelihoods(
     an exit rule only what is read leaves early. Pairs that differ in their last token alone share a row.
 
     Raises:
-        ValueError: for an empty context or continuation, or one longer than `max_length`.
+        ValueError: for an empty context or continuation, or one longer than `max_length`; where the model gives no
+            number, as it may far beyond the depth that it was trained at.
     """
     found: list[list[Likelihood]] = [[] for _ in pairs]
     deepest = max(depth.loops for depth in depths)
@@ -75,6 +81,8 @@ def likelihoods(
             seen = TracedPlaces(model, trace, places, depth.loops)
             exits = seen.exits(depth.policy)
             for index, told in _told(rows, exits, _read(seen, exits)):
+                if math.isnan(told.logprob):
+                    raise ValueError(f"the model's likelihoods are not numbers at {depth.name}; leave that depth out")
                 found[index].append(told)
         done += len(rows)
         advance(what, done, len(queue))

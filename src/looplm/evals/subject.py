@@ -15,6 +15,7 @@ from looplm.evals.depths import Depth, exit_depth, fixed_depths
 from looplm.evals.results import Evaluation, Item
 from looplm.models import LoopLMConfig, LoopLMForCausalLM, load
 from looplm.models.reading import find_folder, read_layout
+from looplm.models.tokens import end_token_ids
 from looplm.training.checkpoints import content_hash
 from looplm.training.opening import latest_checkpoint
 
@@ -94,12 +95,13 @@ def open_subject(asked: ModelSettings) -> Subject:
     loops = asked.loops if asked.loops or asked.exits else (model.config.loops,)
     settings = {
         "model": asked.model, "checkpoint": content_hash(folder), "dtype": str(model.dtype).removeprefix("torch."),
-        "device": asked.device, "kv": asked.kv, "tokenizer": fingerprint(tokenizer), "looplm": version("looplm"),
+        "device": asked.device, "kv": asked.kv, "tokenizer": fingerprint(tokenizer),
+        "end_tokens": sorted(end_token_ids(model, tokenizer.eos_token_id)), "looplm": version("looplm"),
         "torch": version("torch"),
     }  # fmt: skip
     depths = (
         *(fixed_depths(sorted(loops)) if loops else ()),
-        *(exit_depth(rule, model.config) for rule in asked.exits),
+        *(exit_depth(rule, model.config) for rule in dict.fromkeys(asked.exits)),
     )
     return Subject(
         folder=folder, model=model, tokenizer=tokenizer, depths=depths, kv=asked.kv, settings=settings, against=against

@@ -8,7 +8,7 @@ from looplm.evals.benchmark_data import find_split, how_to_get
 from looplm.evals.benchmarks import Description, benchmark_names, describe
 from looplm.evals.data_sets import CODE
 from looplm.evals.harmful_prompts import strongreject_prompts
-from looplm.evals.own_tasks import ITEMS, OWN
+from looplm.evals.own_tasks import OWN, questions
 from looplm.evals.pairs import mrpc
 
 
@@ -32,7 +32,7 @@ def survey(folder: Path | None = None) -> list[Found]:
         raise ValueError(f"there is no folder {folder}")
     return [
         *(_looked(name, "eval", lambda name=name: describe(name, folder)) for name in benchmark_names()),
-        *(Found(name=name, verb="eval", here=_own(name)) for name in OWN),
+        *(_looked(name, "eval", lambda name=name: _own(name)) for name in OWN),
         *(_looked(name, "eval code", lambda name=name: _code(name, folder)) for name in CODE),
         _looked("MRPC", "eval faithful", _pairs),
         _looked("StrongREJECT", "eval safety", _prompts),
@@ -48,16 +48,7 @@ def _looked(name: str, verb: str, look: Callable[[], Description]) -> Found:
 
 
 def _own(name: str) -> Description:
-    return Description(
-        name=name,
-        tasks=1,
-        split="test",
-        items=ITEMS,
-        origin="looplm.tasks",
-        examples="",
-        licence="Apache-2.0",
-        notes="",
-    )
+    return _description(name, "test", len(questions(name)), "looplm.tasks", "Apache-2.0", "")
 
 
 def _code(name: str, folder: Path | None) -> Description:
