@@ -25,6 +25,7 @@ from looplm.evals.harness import Protocol, evaluate
 from looplm.evals.lm import Reader
 from looplm.evals.own_tasks import OWN
 from looplm.evals.results import read_evaluation
+from looplm.evals.sandbox import Verdict
 from looplm.evals.statistics import paired_t
 from stub_judge import judging
 
@@ -392,6 +393,26 @@ def test_programs_are_written_and_run(tmp_path):
         assert values[depth, "hit_limit"] == (0, 0)
         assert [item["tokens"] for item in found["items"]["humaneval"][depth]] == [2, 2, 2]
     assert found["settings"]["code"]["humaneval"]["isolation"] == "limits"
+
+
+def test_programs_are_sampled_apart_and_the_same_in_every_run(model, tmp_path, monkeypatch):
+    """Two problems of one text, so that nothing but seeds tells samples apart."""
+    runs = []
+
+    def graded(problems, texts, **_):
+        runs.append(texts)
+        return [Verdict(outcome="failed", message="", output="", seconds=0.0, isolation="limits") for _ in texts]
+
+    monkeypatch.setattr("looplm.evals.code_run.grade", graded)
+    problem = {"prompt": "def f():", "entry_point": "f", "test": "", "canonical_solution": ""}
+    file = write_lines(tmp_path / "p.jsonl", [{"task_id": name, **problem} for name in "ab"])
+    for seed in (0, 0, 1):
+        done(
+            "code", model, "--task", "humaneval", "--problems", file, "--isolation", "limits", "--samples", 3,
+            "--temperature", 1, "--max-tokens", 12, "--seed", seed,
+        )  # fmt: skip
+    assert runs[0] == runs[1]
+    assert len({*runs[0], *runs[2]}) == 12
 
 
 # Judges --------------------------------------------------------------------------------------------------------

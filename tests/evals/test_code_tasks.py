@@ -198,6 +198,11 @@ def test_problems_are_read_from_files(tmp_path):
         ("a.jsonl.gz", b"not zipped", r"a.jsonl.gz is not lines of JSON under gzip: Not a gzipped file"),
         ("a.jsonl.gz", gzip.compress(b"{}\n{", mtime=0), r"a.jsonl.gz is not lines of JSON under gzip: Expecting"),
         ("a.jsonl.gz", gzip.compress(b'{"x": 1}\n' * 99, mtime=0)[:-9], r"a.jsonl.gz is not lines of JSON"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b"{}", mtime=0)[:10] + b"\xff" * 20,
+            r"a.jsonl.gz is not lines of JSON under gzip",
+        ),
         ("a.jsonl.gz", gzip.compress(b"[1]", mtime=0), r"a.jsonl.gz line 1 is no JSON object"),
         ("none.jsonl.gz", None, r"there is no file .*none.jsonl.gz"),
         ("none.jsonl", None, r"none.jsonl' does not exist"),

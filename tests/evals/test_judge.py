@@ -42,6 +42,7 @@ def echo(prompt):
         ("Score: 1 to 5", None), ("Score: 4 or 5", None), ("Score: 4\nScore: 5", None), ("[[4]] Score\n[[5]]", None),
         ('{"score": 4}\nScore: 5', None), ('{"score": true}', None), ('{"score": NaN}', None), ('{"score": 4', None),
         ("<think>Score: 3", None), ('{"score": null}\nScore: 4', None), ("Score: 44", None), ("4", None),
+        ("Score: 4/" + "5" * 5000, None), ("Score: " + "4" * 5000, None),
     ],
 )  # fmt: skip
 def test_a_mark_is_read_where_it_is_clear_and_nowhere_else(reply, mark):
@@ -88,9 +89,10 @@ def test_no_more_questions_are_under_way_than_allowed(tmp_path):
         {"status": 500}, {"status": 503, "body": "<html>busy</html>"}, {"status": 429}, {"body": "not JSON"},
         {"body": "[]"}, {"body": '{"choices": []}'}, {"body": '{"choices": [{"message": {"content": 3}}]}'},
         {"body": '{"error": {"message": "overloaded"}}'}, {"body": completion("\ud800")}, {"sleep": 0.8},
-        {"drip": 0.02},
+        {"drip": 0.02}, {"body": "[" * 100_000}, {"body": completion("x").replace("stub-2", "\\ud800")},
+        {"body": completion("x").replace('"stop"', '"\\ud800"')},
     ],
-    ids=str,
+    ids=lambda step: str(step)[:60],
 )  # fmt: skip
 def test_a_passing_failure_is_tried_again(tmp_path, step):
     with judging(echo, first=[step, step]) as stub:
@@ -98,6 +100,7 @@ def test_a_passing_failure_is_tried_again(tmp_path, step):
         judge = EndpointJudge(settings(stub, limit=limit), tmp_path / "r.jsonl")
         assert judge.ask(["a"]) == ["about a"]
     assert stub.prompts == ["a"] * 3
+    assert RecordedJudge(tmp_path / "r.jsonl").ask(["a"]) == ["about a"]
 
 
 def test_the_endpoint_says_how_long_to_wait(tmp_path):

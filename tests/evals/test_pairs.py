@@ -12,7 +12,7 @@ KAGGLE = """"id","qid1","qid2","question1","question2","is_duplicate"
 "1","3","4","Two
 lines?","One?","0"
 """
-GLUE = 'id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n0\t1\t2\tWhat is "x?\tWhat?\t0\n1\t3\t4\tbroken\n'
+GLUE = 'id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n0\t1\t2\t"What is" x?\t"What?\t0\n1\t3\t4\tbroken\n'
 
 
 def test_kaggles_table_has_quotation_marks(tmp_path):
@@ -28,8 +28,17 @@ def test_kaggles_table_has_quotation_marks(tmp_path):
 
 def test_glues_table_has_none_and_its_broken_rows_are_counted(tmp_path):
     (tmp_path / "q.tsv").write_text(GLUE)
-    with pytest.warns(UserWarning, match=r"left out 1 rows of .*q.tsv that lack columns"):
-        assert read_pairs(tmp_path / "q.tsv").pairs == (Pair(first='What is "x?', second="What?", same=False),)
+    with pytest.warns(UserWarning, match=r"left out 1 rows of .*q.tsv that have more cells than its header, or fewer"):
+        assert read_pairs(tmp_path / "q.tsv").pairs == (Pair(first='"What is" x?', second='"What?', same=False),)
+
+
+def test_a_row_of_more_cells_than_columns_is_left_out(tmp_path):
+    (tmp_path / "q.csv").write_text("question1,question2,is_duplicate\na,b,1\nso, a,b,1\na,b,1,0\n")
+    with pytest.warns(UserWarning, match=r"left out 2 rows"):
+        assert read_pairs(tmp_path / "q.csv").pairs == (Pair(first="a", second="b", same=True),)
+    (tmp_path / "other.csv").write_text("prompt\nx,y\nz\n")
+    with pytest.raises(ValueError, match=r"line 3 has no field 'is_duplicate', only prompt"):
+        read_pairs(tmp_path / "other.csv")
 
 
 def test_json_lines_under_other_names(tmp_path):

@@ -162,12 +162,29 @@ def test_boxes_marked_by_meaning():
         assert list(boxed_math(grader)(golds, texts)) == [1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("right", ["B", "(b)", "(B)", r"\text{B}", "B. Paris", "b) Paris", r"\text{(B)}", "B."])
+@pytest.mark.parametrize(
+    "right",
+    [
+        "B",
+        "(b)",
+        "(B)",
+        r"\text{B}",
+        "B. Paris",
+        "b) Paris",
+        r"\text{(B)}",
+        "B.",
+        "(B) NATO",
+        "B. A and C only",
+        r"B\text{. Paris}",
+    ],
+)
 def test_boxed_letters(right):
     assert boxed_letter(["B", "C", "(B)"], [BOX % right] * 3) == [1.0, 0.0, 1.0]
 
 
-@pytest.mark.parametrize("wrong", ["Berlin", "A or B", "", "2", "BB"])
+@pytest.mark.parametrize(
+    "wrong", ["Berlin", "A or B", "", "2", "BB", "B, C", "(B) or (C)", "(B)(C)", "B, C, and D.", r"B\text{ or C}"]
+)
 def test_what_is_no_letter_is_wrong(wrong):
     assert boxed_letter(["B", "A"], [BOX % wrong, "B"]) == [0.0, 0.0]
     with pytest.raises(ValueError, match="'7' is no letter"):

@@ -138,13 +138,23 @@ BOMBS = [
     ("failed", "while True: os.fork()"),
     ("timed out", "while True:\n  try: os.fork()\n  except OSError: pass"),
     ("out of memory", "for _ in range(20):\n  if not os.fork(): break\nx = bytearray(10**8)\ntime.sleep(99)"),
+    (
+        "out of memory",
+        "k = []\nfor n in range(40): k.append(os.memfd_create('x')); os.write(k[-1], bytes(2**24))\ntime.sleep(99)",
+    ),
+    (
+        "out of memory",
+        "shared = ctypes.CDLL(None)\nshared.shmat.restype = ctypes.c_void_p\nfor n in range(8):\n"
+        "  place = ctypes.c_void_p(shared.shmat(shared.shmget(0, 2**27, 0o1600), None, 0))\n"
+        "  ctypes.memset(place, 1, 2**27); shared.shmdt(place)\ntime.sleep(99)",
+    ),
     ("passed", "if not os.fork():\n  os.setsid()\n  if os.fork(): os._exit(0)\n  time.sleep(999)"),
 ]
 
 
 @pytest.mark.parametrize(("outcome", "source"), BOMBS)
 def test_fork_bombs_die_with_their_namespace(namespaces, outcome, source):
-    limits = Limits(wall_seconds=2.0 if outcome == "timed out" else 20.0)
+    limits = Limits(wall_seconds=2.0 if outcome == "timed out" else 20.0, memory=2**29)
     found = run_program(f"{MARKED}import os, time\n{source}", limits)
     assert found.outcome == outcome, found
     assert not marked_processes()

@@ -1,5 +1,6 @@
 """Reading answers: boxes by a slow reader written here, spellings by tables made by hand."""
 
+import time
 from fractions import Fraction
 
 import pytest
@@ -75,6 +76,15 @@ def test_the_last_tag(text, held):
         (r"12 \text{ cm}^2", r"12 \text{ cm}^2", "12"),
         (r"\text{Evelyn}", r"\text{Evelyn}", "Evelyn"),
         (r"2 \text{ or } 3", r"2 \text{ or } 3", "2or3"),
+        ("18 dollars", "18 dollars", "18"),
+        (r"\text{18 dollars}.", r"\text{18 dollars}", "18"),
+        (r"\frac12 cups", r"\frac12 cups", r"\frac{1}{2}"),
+        (r"\frac{1}{2} cups", r"\frac{1}{2} cups", r"\frac{1}{2}"),
+        ("18 million", "18 million", "18million"),  # another number
+        ("18 or 20", "18 or 20", "18or20"),
+        ("3 pi", "3 pi", "3pi"),
+        ("1.0500", "1.0500", "1.05"),
+        ("1.00", "1.00", "1"),
         (r"x = \sqrt2", r"x = \sqrt2", r"\sqrt{2}"),
         ("-.50", "-.50", "-0.5"),
         ("10.0", "10.0", "10"),
@@ -86,6 +96,13 @@ def test_spellings(answer, light, full):
     assert lightly_normalised(answer) == light
     assert fully_normalised(answer) == full
     assert fully_normalised(full) == full
+
+
+@pytest.mark.parametrize("answer", ["0." + "0" * 20_000 + "1", "1" + " " * 20_000 + "x", r"\text{" * 5000, "1," * 9000])
+def test_a_long_answer_takes_no_long_time(answer):
+    begin = time.process_time()
+    assert not spelt_alike("0", answer)
+    assert time.process_time() - begin < 1
 
 
 @pytest.mark.parametrize(

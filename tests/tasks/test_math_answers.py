@@ -126,10 +126,20 @@ def test_from_several_threads_at_once(grader):
 def test_a_death_is_counted_and_the_process_replaced(grader):
     for child in processes():
         child.kill()
-    marks = grader.grade(["1"] * 6, ["1"] * 6)
+    marks = grader.grade(["2x"] * 6, ["x+x"] * 6)
     assert sorted(marks) == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
     assert grader.drain() == GradeCounts(right=4, deaths=2)
     assert len(processes()) == 2
+
+
+def test_what_math_verify_does_not_come_to_is_right_where_it_is_spelt_as_the_gold(grader):
+    assert grader.grade([TOWER, TOWER], ["x=" + TOWER, "x=9"]) == [1.0, 0.0]
+    assert grader.drain() == GradeCounts(right=1, hangs=1)
+    assert grader.grade(["1", "1"], ["1", "1"]) == [1.0, 1.0]  # both processes have started again
+    for child in processes():
+        child.kill()
+    assert grader.grade(["7"] * 2, [r"7\text{ cm}"] * 2) == [1.0, 1.0]
+    assert grader.drain() == GradeCounts(right=4)
 
 
 def test_no_process_outlives_its_grader():

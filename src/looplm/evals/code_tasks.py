@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -269,7 +270,7 @@ def _gzipped(path: Path) -> Iterator[Record]:
             records = [(number, json.loads(line)) for number, line in enumerate(lines, start=1) if line.strip()]
     except FileNotFoundError as error:
         raise ValueError(f"there is no file {path}") from error
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise ValueError(f"{path} is not lines of JSON under gzip: {error}") from error
     for number, values in records:
         if not isinstance(values, dict):

@@ -33,7 +33,7 @@ class Speaking:
     reasoning_end: str | None = None
     kv: str = "full"
     max_rows: int = 16
-    kv_bytes: int = 2**30
+    kv_bytes: int = 2**40
 
 
 @dataclass(frozen=True, kw_only=True)

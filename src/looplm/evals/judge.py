@@ -160,13 +160,13 @@ class EndpointJudge:
             answer = json.loads(told)
             choice = answer["choices"][0]
             content = choice["message"]["content"] or ""  # null where it refuses
-            content.encode()  # half a character cannot be recorded
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            answered_by, finish_reason = str(answer.get("model") or ""), str(choice.get("finish_reason") or "")
+            (content + answered_by + finish_reason).encode()  # half a character cannot be recorded
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise _PassingError(f"no chat completion: {self._said(told)}") from error
         return Reply(
             key=key_of(self.name, prompt), model=self.name, prompt=prompt, reply=content,
-            endpoint=self.settings.base_url, answered_by=str(answer.get("model") or ""),
-            finish_reason=str(choice.get("finish_reason") or ""),
+            endpoint=self.settings.base_url, answered_by=answered_by, finish_reason=finish_reason,
         )  # fmt: skip
 
     def _said(self, told: bytes | bytearray) -> str:

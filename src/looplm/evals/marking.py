@@ -3,12 +3,12 @@
 import re
 from collections.abc import Callable, Sequence
 
-from looplm.tasks.answers import fully_normalised, last_boxed
+from looplm.tasks.answers import fully_normalised, last_boxed, unwrapped
 from looplm.tasks.math_answers import MathGrader
 
 Marks = Sequence[float | None]
 Marker = Callable[[Sequence[str], Sequence[str]], Marks]  # golds and texts; 1.0, 0.0, or None where no mark is fair
-_LETTER = re.compile(r"\(?([A-Za-z])(?:[).:,].*)?", re.DOTALL)
+_LETTER = re.compile(r"\(?([A-Za-z])(?!(?:(?:\W|and|or)+[A-Z])+\W*$)(?:[).:,].*)?", re.DOTALL)  # no second one
 
 
 def boxed_math(grader: MathGrader) -> Marker:
@@ -21,7 +21,7 @@ def boxed_math(grader: MathGrader) -> Marker:
 
 
 def boxed_letter(golds: Sequence[str], texts: Sequence[str]) -> Marks:
-    r"""The last box names the gold's letter, of a choice: `B`, `(b)`, `\text{B}`, `B. Paris`.
+    r"""The last box names the gold's letter, of a choice, and no other: `B`, `(b)`, `\text{B}`, `B. Paris`.
 
     Raises:
         ValueError: for a gold that is no letter.
@@ -33,5 +33,5 @@ def boxed_letter(golds: Sequence[str], texts: Sequence[str]) -> Marks:
 
 
 def _letter(answer: str) -> str | None:
-    found = _LETTER.fullmatch(fully_normalised(answer))
+    found = _LETTER.fullmatch(fully_normalised(unwrapped(answer)))
     return found[1].upper() if found else None

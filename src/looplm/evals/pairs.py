@@ -90,7 +90,8 @@ def read_pairs(
     """The first `limit` pairs of a file with the columns of Quora Question Pairs, or others that are named.
 
     A .tsv file is read as GLUE's (quotation marks are ordinary characters), a .csv file as Kaggle's; any other as
-    `looplm.data.files.read_records` does. Rows of a .tsv or .csv file with too few columns are left out with a warning.
+    `looplm.data.files.read_records` does. Rows of a .tsv or .csv file with more cells than its header, or fewer, are
+    left out with a warning.
 
     Raises:
         ValueError: if the file is missing, lacks a column, has a mark other than 0 and 1, or holds no pair.
@@ -127,14 +128,14 @@ def _table(path: Path, dialect: dict[str, Any]) -> Iterator[Record]:
         rows = csv.DictReader(file, **dialect)
         try:
             for row in rows:
-                if None in row.values():
+                if None in row or None in row.values():  # more cells than columns, or fewer
                     broken += 1
                 else:
                     yield Record(f"{path} line {rows.line_num}", row)
         except (UnicodeDecodeError, csv.Error) as error:
             raise ValueError(f"{path} cannot be read as a table after line {rows.line_num}: {error}") from error
     if broken:
-        warnings.warn(f"left out {broken} rows of {path} that lack columns", stacklevel=2)
+        warnings.warn(f"left out {broken} rows of {path} that have more cells than its header, or fewer", stacklevel=2)
 
 
 def _pair(record: Record, first: str, second: str, same: str) -> Pair:

@@ -41,7 +41,7 @@ class Scale:
         except ValueError:
             return None
         good = self.low <= mark <= self.high and (mark.is_integer() or not self.whole)
-        return mark if good and (out_of is None or int(out_of) == self.high) else None
+        return mark if good and (out_of is None or float(out_of) == self.high) else None
 
 
 def _written(reply: str) -> Iterator[tuple[str, str | None]]:

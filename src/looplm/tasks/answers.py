@@ -20,9 +20,14 @@ _LIGHT = [
     (re.compile(r"\{,\}"), ","),
 ]
 _WRAPPERS = r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*"
+_WRAPPED = (re.compile(rf"{_WRAPPERS}\{{([^{{}}]*)\}}"), r"\1")
 _FULL = [
     (re.compile(rf"(?<=\S)\s*{_WRAPPERS}\{{[^{{}}]*\}}(?:\^\{{?\d\}}?)?$"), ""),  # a unit
-    (re.compile(rf"{_WRAPPERS}\{{([^{{}}]*)\}}"), r"\1"),
+    _WRAPPED,
+    (
+        re.compile(r"(?<=[\d}])\s+(?!(?:hundred|thousand|[mbt]r?illion|dozen)s?$)[a-zA-Z]{3,}$"),
+        "",
+    ),  # one in plain words
     (re.compile(r"\s+"), ""),
     (re.compile(r"^[a-zA-Z]=(?=.)"), ""),
     (re.compile(r"\\frac(?!\{)(\d)(\d|\{)"), r"\\frac{\1}\2"),
@@ -30,7 +35,7 @@ _FULL = [
     (re.compile(r"\\sqrt(\d)"), r"\\sqrt{\1}"),
     (re.compile(r"^([+-]?)(\d+)/(\d+)$"), r"\1\\frac{\2}{\3}"),
     (re.compile(r"(?<!\d)\.(?=\d)"), "0."),
-    (re.compile(r"(\d\.\d*?)0+(?!\d)"), r"\1"),
+    (re.compile(r"(\d\.(?:\d*[1-9])?)0+(?!\d)"), r"\1"),
     (re.compile(r"(?<=\d)\.(?!\d)"), ""),
 ]
 _GROUPED = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
@@ -77,6 +82,11 @@ def fully_normalised(answer: str) -> str:
     if _GROUPED.fullmatch(light):
         light = light.replace(",", "")
     return _rewritten(light, _FULL)
+
+
+def unwrapped(answer: str) -> str:
+    r"""`answer` with what `\text{...}` and its kin hold in their place."""
+    return _rewritten(answer, [_WRAPPED])
 
 
 def number_in(answer: str) -> Fraction | None:

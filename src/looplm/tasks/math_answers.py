@@ -101,7 +101,7 @@ class MathGrader:
             found = worker.ask([_spellings(gold), None if answer is None else _spellings(answer)])
         finally:
             self._idle.put(worker)
-        if found in ("wrong", "errors") and answer is not None and spelt_alike(gold, answer):
+        if found not in ("right", "unreadable") and answer is not None and spelt_alike(gold, answer):
             found = "right"
         with self._lock:
             self._counts[found] += 1
