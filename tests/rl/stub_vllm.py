@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import torch
 
 import looplm
+from local_server import listening
 from looplm.data.tokenizer import load_tokenizer
 from looplm.engine import Engine, SamplingParams
 
@@ -119,14 +120,6 @@ def serving(folder, **changes):
         def log_message(self, *args):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    stub.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
+    with listening(Handler) as root:
+        stub.url = root
         yield stub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
